@@ -1,0 +1,125 @@
+"""Measures the presets and their items on two networks and writes docs/results.
+
+    python benchmarks/measure.py --budget 600              # everything this machine can do
+    python benchmarks/measure.py resnet50:cpu vit:Compile  # only these
+
+Each comparison is one file, ``<date>_<task>_<variant>.json``; those of today that exist are kept,
+so an interrupted run goes on where it stopped. docs/results/README.md gets a row for each file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+from lightning_perf import presets
+from lightning_perf._hardware import detect
+from lightning_perf.benchmark import Result, Variant, compare
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "docs" / "results"
+TASKS = ("resnet50", "vit")
+MARK = "<!-- rows below are written by benchmarks/measure.py -->"
+
+
+def item(name: str, **arguments: object) -> Variant:
+    path = f"lightning_perf.callbacks.{name}"
+    entry = {"class_path": path, "init_args": {**arguments, "strict": False}}
+    return Variant(name, trainer={"callbacks": [entry]})
+
+
+def hand_written(**options: bool) -> Variant:
+    entry = {"class_path": "tasks.HandWrittenLoop", "init_args": options}
+    return Variant("hand_written", trainer={"callbacks": [entry]})
+
+
+def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
+    """Yield task, baseline and variant of everything there is to measure on this machine."""
+    hardware = detect()
+    preset = presets.resolve("auto", hardware)
+    bf16 = preset == "cpu_bf16"
+    for task in TASKS:
+        yield task, "none", preset
+        for variant in (
+            item("ChannelsLast"),
+            item("FusedOptimizer"),
+            item("Compile", regions="whole"),
+            Variant("bf16", trainer={"precision": "bf16-mixed"}),
+        ):
+            yield task, "none", variant
+        # Against the preset, with what the preset does on this network.
+        options = {"bf16": bf16, "channels_last": task == "resnet50", "fused": True}
+        yield task, preset, hand_written(**options)
+
+
+def name_of(variant: str | Variant) -> str:
+    return variant if isinstance(variant, str) else variant.name
+
+
+def row(path: Path) -> str:
+    """Return a result as a line of the table in docs/results/README.md."""
+    result = Result.load(path)
+    task = path.stem.split("_")[1]
+    hardware = result.environment_b["hardware"]
+    versions = result.environment_b["versions"]
+    if result.speedup is None or result.interval is None:
+        ratio = result.verdict
+    else:
+        low, high = result.interval
+        ratio = f"**{result.speedup:.3f}** ({low:.3f} to {high:.3f}, {result.level:.0%})"
+    learning = {True: "yes", False: "**no**", None: "not checked"}[result.losses_agree]
+    machine = f"{hardware['cpu_name']}, {hardware['cores']} cores"
+    software = f"torch {versions['torch']}, lightning {versions['lightning']}"
+    return (
+        f"| {path.stem[:10]} | {task} | {result.a} | {result.b} | {ratio} | {result.launches} | "
+        f"{learning} | {machine} | {software} | [file]({path.name}) |"
+    )
+
+
+def write_table() -> None:
+    page = RESULTS / "README.md"
+    text, _, _ = page.read_text(encoding="utf-8").partition(MARK)
+    head = [
+        "| date | trained | A | B | speed-up of B (interval) | launches | learns the same "
+        "| machine | software | |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows = [row(path) for path in sorted(RESULTS.glob("*.json"))]
+    page.write_text(text + "\n".join([MARK, "", *head, *rows]) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", metavar="TASK:VARIANT", help="measure only these")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds for each comparison")
+    parser.add_argument("--learning-steps", type=int, default=30)
+    parser.add_argument("--list", action="store_true", help="say what would be measured")
+    arguments = parser.parse_args()
+    for task, a, b in comparisons():
+        label = f"{task}:{name_of(b)}"
+        if arguments.only and label not in arguments.only:
+            continue
+        target = RESULTS / f"{date.today().isoformat()}_{task}_{name_of(b)}.json"
+        if arguments.list or target.exists():
+            print(label, "(is there)" if target.exists() else "", flush=True)
+            continue
+        learns = name_of(b) != "hand_written"  # it has no Lightning step whose loss can be read
+        result = compare(
+            f"{HERE / 'tasks.py'}:{task}",
+            a,
+            b,
+            budget_s=arguments.budget,
+            learning_steps=arguments.learning_steps if learns else 0,
+        )
+        result.save(target)
+        print(f"{label}: {result.verdict}", flush=True)
+    if not arguments.list:
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the measurements in docs/results train. Images are random: only the time is of interest.
+
+Use with ``lightning-perf bench`` or ``lightning_perf.benchmark.compare``::
+
+    compare("benchmarks/tasks.py:resnet50", a="none", b="auto", budget_s=600)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import count
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision import models
+
+
+class ImageClassifier(LightningModule):
+    """Cross-entropy on images, with SGD for convolutional networks and AdamW for transformers."""
+
+    def __init__(self, net: nn.Module, optimizer: type[torch.optim.Optimizer], **options: Any):
+        super().__init__()
+        self.net = net
+        self.optimizer = optimizer
+        self.options = options
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.net(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), **self.options)
+
+
+class HandWrittenLoop(Callback):
+    """Trains with the loop one would write without Lightning, for `compare` to measure.
+
+    Args:
+        bf16: Run the forward pass under bfloat16 autocast.
+        channels_last: Lay out weights and images NHWC.
+        fused: Use the fused implementation of the optimizer.
+    """
+
+    def __init__(self, bf16: bool = False, channels_last: bool = False, fused: bool = False):
+        self.bf16 = bf16
+        self.channels_last = channels_last
+        self.fused = fused
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        from lightning_perf.benchmark.gate import Gate
+
+        gate = next(callback for callback in trainer.callbacks if isinstance(callback, Gate))
+        net, memory_format = pl_module.net, torch.preserve_format
+        if self.channels_last:
+            memory_format = torch.channels_last
+            net = net.to(memory_format=memory_format)
+        optimizer = pl_module.optimizer(net.parameters(), **pl_module.options, fused=self.fused)
+        step = count()
+        while not gate.finished:
+            for pixels, labels in trainer.train_dataloader:
+                batch = pixels.to(memory_format=memory_format), labels
+                gate.on_train_batch_start(trainer, pl_module, batch, 0)
+                if gate.finished:
+                    break
+                autocast = torch.autocast("cpu", torch.bfloat16) if self.bf16 else nullcontext()
+                with autocast:
+                    loss = nn.functional.cross_entropy(net(batch[0]), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                gate.on_train_batch_end(trainer, pl_module, loss, batch, next(step))
+        trainer.should_stop = True
+
+
+def images(size: int, batch_size: int, *, samples: int = 256, classes: int = 10) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(samples, 3, size, size, generator=generator)
+    labels = torch.randint(0, classes, (samples,), generator=generator)
+    return DataLoader(
+        TensorDataset(data, labels), batch_size=batch_size, shuffle=True, drop_last=True
+    )
+
+
+def resnet50() -> tuple[LightningModule, DataLoader[Any]]:
+    """ResNet-50, batch 16, 160x160."""
+    net = models.resnet50(num_classes=10)
+    return ImageClassifier(net, torch.optim.SGD, lr=0.01, momentum=0.9), images(160, 16)
+
+
+def vit() -> tuple[LightningModule, DataLoader[Any]]:
+    """A small vision transformer, batch 16, 128x128."""
+    net = models.VisionTransformer(
+        image_size=128,
+        patch_size=16,
+        num_layers=8,
+        num_heads=6,
+        hidden_dim=384,
+        mlp_dim=1536,
+        num_classes=10,
+    )
+    return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), images(128, 16)

@@ -1,0 +1,200 @@
+"""``lightning-perf demo``: from nothing to a measured speed-up on real data."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_perf._hardware import Hardware
+    from lightning_perf.benchmark import Result
+
+DESCRIPTION = """\
+Train torchvision's ResNet-18 on scikit-learn's handwritten digits twice: with plain Lightning and
+with the preset for this machine. Shows how much faster it became and whether it still learns the
+same, and writes a report, pictures and the preset into a new folder. Takes two to three minutes on
+two cores; a GPU is used if there is one.
+"""
+NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+
+# Height and width, batch size. Large enough that convolutions dominate, small enough for two cores.
+_CPU_SIZES = (64, 32)
+_GPU_SIZES = (224, 64)
+_CHECK_SIZES = (32, 8)
+_CHECK_BUDGET, _CHECK_STEPS = 15.0, 4
+_SMALLEST = 16
+
+_TASK = """\
+# What the demo trained, as LightningCLI reads it.
+model:
+  class_path: lightning_perf.benchmark.demo_task.DigitClassifier
+data:
+  class_path: lightning_perf.benchmark.demo_task.Digits
+  init_args:
+    image_size: {image_size}
+    batch_size: {batch_size}
+trainer:
+  devices: 1
+"""
+_NEXT = """
+What next
+  Use it in Python   Trainer(**lightning_perf.presets.trainer_kwargs("auto", max_epochs=3))
+  Use it in YAML     python train.py fit --config {preset} --config yours.yaml
+  Prove it on yours  lightning-perf bench --config train.py:make --a none --b auto
+                     where make() returns your LightningModule and its data
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the command's parser."""
+    parser = subparsers.add_parser("demo", description=DESCRIPTION)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("lightning_perf_demo"),
+        metavar="DIR",
+        help="folder for report and pictures; if it is taken, a number is added to its name "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the files in the folder instead"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=140.0,
+        metavar="SECONDS",
+        help="time the comparison may take (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=60,
+        help="optimizer steps after which losses and accuracy are compared; fewer are taken if "
+        "they would cost more than a third of the budget (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image-size", type=int, metavar="PIXELS", help="default: 64 on a CPU, 224 on a GPU"
+    )
+    parser.add_argument(
+        "--quick-check",
+        action="store_true",
+        help="only see that everything works: small images, few steps, a number of little worth",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; return 0 if there is an answer and both learn the same, else 1."""
+    _require_packages()
+    from rich.console import Console
+
+    from lightning_perf import presets
+    from lightning_perf._hardware import detect
+    from lightning_perf.benchmark.report import pictures, table
+
+    console = Console(highlight=False, soft_wrap=True)
+    hardware = detect()
+    preset, reason = presets.auto(hardware)
+    if preset == "none":
+        raise RuntimeError(f"There is no preset for this machine, so nothing to show: {reason}.")
+    image_size, batch_size = _sizes(arguments, hardware)
+    console.print(
+        f"ResNet-18 on handwritten digits enlarged to {image_size}x{image_size}, batch "
+        f"{batch_size}:\nplain Lightning against preset {preset}.\n{reason}.\n"
+        f"{expectation(hardware)}"
+    )
+    with _new_folder(arguments.output, overwrite=arguments.overwrite) as folder:
+        task = folder / "train.yaml"
+        task.write_text(_TASK.format(image_size=image_size, batch_size=batch_size), "utf-8")
+        result = _compare(task, preset, arguments)
+        result.save(folder / "report.json", overwrite=arguments.overwrite)
+        drawn = pictures(result, folder)
+        copy = folder / f"{preset}.yaml"
+        shutil.copyfile(presets.path(preset), copy)
+    console.print(table(result), soft_wrap=False)
+    console.print(f"\nWritten to {folder}", style="bold")
+    for name, meaning in {
+        "report.json": "all of the above, and every step as measured",
+        **{picture.name: "" for picture in drawn},
+        copy.name: "the preset, to copy into your project",
+        task.name: f"what was trained: lightning-perf bench --config {task}",
+    }.items():
+        console.print(f"  {name:<15} {meaning}".rstrip())
+    console.print(_NEXT.format(preset=copy.name), end="")
+    return 1 if result.speedup is None or result.losses_agree is False else 0
+
+
+def expectation(hardware: Hardware) -> str:
+    """Say, before anything is measured, whether much is to be gained on this machine and why."""
+    if hardware.device != "cpu":
+        return "The GPU is used by both."
+    if hardware.native_bf16:
+        return "Computing in bfloat16 is where most of a speed-up on a CPU comes from."
+    return (
+        "Expect little: most of a speed-up on a CPU comes from computing in bfloat16, which takes\n"
+        "instructions (AVX512-BF16 or AMX) that this one does not have."
+    )
+
+
+def _sizes(arguments: argparse.Namespace, hardware: Hardware) -> tuple[int, int]:
+    """Return image size and batch size."""
+    default, batch_size = _CPU_SIZES if hardware.device == "cpu" else _GPU_SIZES
+    if arguments.quick_check:
+        default, batch_size = _CHECK_SIZES
+    image_size = default if arguments.image_size is None else arguments.image_size
+    if image_size < _SMALLEST:
+        raise ValueError(
+            f"--image-size {image_size} is too small for ResNet-18: give at least {_SMALLEST}."
+        )
+    return image_size, batch_size
+
+
+def _compare(task: Path, preset: str, arguments: argparse.Namespace) -> Result:
+    from lightning_perf.benchmark import compare
+    from lightning_perf.cli.bench import shown_progress
+
+    budget_s, steps = arguments.budget, arguments.steps
+    if arguments.quick_check:
+        budget_s, steps = min(budget_s, _CHECK_BUDGET), min(steps, _CHECK_STEPS)
+    with shown_progress() as progress:
+        return compare(
+            task,
+            "none",
+            preset,
+            budget_s=budget_s,
+            quick=True,
+            learning_steps=steps,
+            validate=True,
+            progress=progress,
+        )
+
+
+def _require_packages() -> None:
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise ImportError(
+            f"The demo needs {' and '.join(missing)}. Run: pip install 'lightning-perf[demo]'"
+        )
+
+
+@contextmanager
+def _new_folder(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Make a folder of that name, numbered if it is taken; remove it again after an error."""
+    folder, number = wanted, 1
+    while folder.exists() and not overwrite:
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}_{number}")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if made:
+            shutil.rmtree(folder)
+        raise

@@ -1,0 +1,3 @@
+from fake_comparison import compare_fakes, cpu_clock
+
+__all__ = ["compare_fakes", "cpu_clock"]

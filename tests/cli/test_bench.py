@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_perf.benchmark import Progress, VariantFailed
+from lightning_perf.cli import bench
+from lightning_perf.cli.__main__ import main
+
+
+@pytest.fixture
+def compared(monkeypatch, compare_fakes):
+    """Compare fakes where the command would compare the user's variants; keep its arguments."""
+    calls = []
+
+    def compare(make, a, b, **arguments):
+        calls.append({"make": make, "a": a, "b": b, **arguments})
+        return compare_fakes({"steps": [0.02]}, quick=True, learning_steps=3)
+
+    monkeypatch.setattr(bench, "compare", compare)
+    return calls
+
+
+def test_passes_on_what_is_asked(compared, capsys):
+    command = "bench --config t.yaml --a cpu --b m.yaml --budget 9 --quick --seed 3"
+    assert main([*command.split(), "--learning-steps", "5"]) == 0
+    (call,) = compared
+    del call["progress"]
+    assert call == {
+        "make": "t.yaml",
+        "a": "cpu",
+        "b": "m.yaml",
+        "budget_s": 9.0,
+        "quick": True,
+        "seed": 3,
+        "learning_steps": 5,
+    }
+    assert capsys.readouterr().out.strip()
+
+
+def test_defaults(compared):
+    main(["bench", "--config", "t.yaml"])
+    assert (compared[0]["a"], compared[0]["b"], compared[0]["budget_s"]) == ("none", "auto", 600.0)
+    assert not compared[0]["quick"]
+
+
+def test_writes_json(compared, tmp_path):
+    assert main(["bench", "--config", "t.yaml", "--json", "out.json"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["launches"] == 1
+
+
+@pytest.mark.parametrize("target", ["precious.json", "no/such/folder/out.json"])
+def test_a_file_that_cannot_be_written_is_found_before_the_run(compared, tmp_path, capsys, target):
+    (tmp_path / "precious.json").write_text("precious")
+    assert main(["bench", "--config", "t.yaml", "--json", target]) == 2
+    assert not compared
+    assert (tmp_path / "precious.json").read_text() == "precious"
+    assert "error" in capsys.readouterr().err
+
+
+def test_a_failed_variant_is_shown_with_its_traceback(monkeypatch, capsys):
+    def compare(*_, **__):
+        raise VariantFailed("B: mine", "training", "no good", "Traceback: line 7")
+
+    monkeypatch.setattr(bench, "compare", compare)
+    assert main(["bench", "--config", "t.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "Variant 'B: mine' failed while training: no good" in error
+    assert "Traceback: line 7" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config", "missing.yaml"], "There is no file missing.yaml"),
+        (["--config", "train"], "give a function"),
+        (["--config", "models:trainer", "--b", "cpu_bf17"], "cpu_bf16"),
+        (["--config", "models:trainer", "--b", "missing.yaml"], "missing.yaml"),
+        (["--config", "models:trainer", "--budget", "0"], "budget must be a positive"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words, capsys):
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert (
+        "lightning-perf bench --config train.yaml --a none --b cpu_bf16" in capsys.readouterr().out
+    )
+
+
+def test_progress_in_one_line():
+    line = bench.progress_line(Progress("measuring", 2, 5, 41.3, 1.5))
+    assert line == "launch 2, measuring, pair 5, 41 s left, speed-up so far 1.500"
+    assert bench.progress_line(Progress("starting", 1, 0, -3.0, None)) == (
+        "launch 1, starting, 0 s left"
+    )
+
+
+def test_no_progress_in_a_pipe(capsys):
+    with bench.shown_progress() as progress:
+        progress(Progress("measuring", 1, 1, 10.0, None))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"), [({"speedup": None}, 1), ({"losses_agree": False}, 1)]
+)
+def test_exit_status_without_a_good_answer(monkeypatch, compare_fakes, changes, status):
+    result = compare_fakes(quick=True)
+    for name, value in changes.items():
+        setattr(result, name, value)
+    monkeypatch.setattr(bench, "compare", lambda *_, **__: result)
+    assert main(["bench", "--config", "t.yaml"]) == status
