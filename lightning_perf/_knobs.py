@@ -120,17 +120,16 @@ def _write_gc_threshold(threshold: tuple[int, ...]) -> None:
     gc.set_threshold(*threshold)
 
 
-def _read_dynamo_optimize_ddp() -> bool | str:
-    import torch._dynamo.config as config  # slow to import, and only this knob needs it
+def _read_dynamo(name: str) -> Any:
+    import torch._dynamo.config as config  # slow to import, and only Dynamo's knobs need it
 
-    value: bool | str = config.optimize_ddp
-    return value
+    return getattr(config, name)
 
 
-def _write_dynamo_optimize_ddp(value: Any) -> None:
+def _write_dynamo(name: str, value: Any) -> None:
     import torch._dynamo.config as config
 
-    config.optimize_ddp = value
+    setattr(config, name, value)
 
 
 def _read_default_dtype() -> str:
@@ -216,9 +215,15 @@ KNOBS: dict[str, Knob] = {
         "Allocations after which each generation of Python objects is collected.",
     ),
     "dynamo_optimize_ddp": Knob(
-        _read_dynamo_optimize_ddp,
-        _write_dynamo_optimize_ddp,
+        partial(_read_dynamo, "optimize_ddp"),
+        partial(_write_dynamo, "optimize_ddp"),
         "Whether torch.compile splits its graphs at DDP's buckets.",
+    ),
+    "dynamo_recompile_limit": Knob(
+        # PyTorch 2.7 renamed the setting and keeps this name.
+        partial(_read_dynamo, "cache_size_limit"),
+        partial(_write_dynamo, "cache_size_limit"),
+        "Graphs of one function after which torch.compile runs it eagerly.",
     ),
     "default_dtype": Knob(
         _read_default_dtype,

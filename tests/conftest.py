@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+
 from lightning_perf._knobs import read_knobs
 
 # Set by Lightning or torch on first use, and meant to stay.
@@ -30,7 +31,7 @@ _LASTING_VARIABLES = {
     "PYTEST_CURRENT_TEST",
 }
 # Pools that torch, Lightning, tensorboard and tqdm start once per process and keep.
-_LASTING_THREADS = ("ThreadPoolExecutor", "QueueManager", "Thread-", "TMonitor", "SubprocPool")
+_LASTING_THREADS = ("ThreadPoolExecutor", "QueueManager", "Thread-", "tqdm_monitor", "SubprocPool")
 
 
 def _environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from lightning_perf._item import PerfCallback
 
 @dataclass(frozen=True)
 class Row:
-    """An item with the arguments, the model and the state of the process in which it acts on a CPU."""
+    """An item with the arguments and the state of the process in which it acts on a CPU."""
 
     cls: type[PerfCallback]
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+_MARK = "LIGHTNING_PERF_TEST_RANKS"
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -20,8 +22,11 @@ def run_ranks(
     launcher: tuple[str, ...] = (),
     environ: dict[str, str] | None = None,
     timeout: int = 150,
+    fails: bool = False,
 ) -> str:
-    """Run a script, with gloo on the loopback, and return its output; fail if it fails.
+    """Run a script, with gloo on the loopback, and return its output.
+
+    Fails if the script fails, or if it does not and ``fails`` says that it shall.
 
     It may import the helpers here and the tests of the callbacks. Output goes through a file: a
     rank that hangs would hold a pipe open.
@@ -33,6 +38,7 @@ def run_ranks(
         "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'callbacks'}",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
+        _MARK: str(folder),
         **(environ or {}),
     }
     with output.open("w") as file:
@@ -45,17 +51,19 @@ def run_ranks(
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            code = -1
+            code = None
         finally:
-            # By parentage, as torchrun gives each rank a process group of its own.
-            children = []
-            with suppress(psutil.NoSuchProcess):
-                children = psutil.Process(process.pid).children(recursive=True)
-            for child in children:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-            process.kill()
+            _kill_marked(str(folder))
             process.wait()
     text = output.read_text()
-    assert code == 0, text
+    assert (code != 0) == fails, text
+    assert code is not None, f"no end within {timeout} s: {text}"
     return text
+
+
+def _kill_marked(mark: str) -> None:
+    """End what the script started: hung ranks outlive parents, and torchrun's leave the session."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(_MARK) == mark:
+                process.kill()

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from models import Classifier, LateClassifier, images, trainer
+from ranks import run_ranks
 
 from lightning_perf._item import NoEffectWarning, PerfCallback, instance_attribute, statuses
 from lightning_perf._knobs import knobs, read_knobs
@@ -336,46 +333,18 @@ if __name__ == "__main__":
 """
 
 
-def run_two_ranks(folder: Path, *, uneven: bool, strategy: str) -> tuple[int, str]:
-    """Run the script above in a process group of its own, which is killed when time is up."""
-    script = folder / "two_ranks.py"
-    script.write_text(_TWO_RANKS.format(uneven=uneven, strategy=strategy))
-    output = folder / "output.txt"
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parent),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=120)
-        finally:
-            kill_group(process.pid)
-    return code, output.read_text()
+def two_ranks(folder: Path, *, uneven: bool, strategy: str) -> str:
+    script = _TWO_RANKS.format(uneven=uneven, strategy=strategy)
+    return run_ranks(script, folder, environ={"OMP_NUM_THREADS": "1"}, fails=uneven)
 
 
-def kill_group(group: int) -> None:
-    """End every process of a group, also ranks that outlived their parent."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_two_ranks_agree_and_print_one_table(tmp_path: Path, strategy: str) -> None:
-    code, output = run_two_ranks(tmp_path, uneven=False, strategy=strategy)
-    assert code == 0, output
+    output = two_ranks(tmp_path, uneven=False, strategy=strategy)
     assert output.count("active   Uneven") == 1
     assert "finished" in output
 
 
 def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
-    code, output = run_two_ranks(tmp_path, uneven=True, strategy="ddp")
-    assert code != 0
+    output = two_ranks(tmp_path, uneven=True, strategy="ddp")
     assert "The ranks disagree on which items act: rank 0: [('Uneven', True)]" in output

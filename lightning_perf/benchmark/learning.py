@@ -173,11 +173,13 @@ def _losses_differ(
     problems = []
     if abs(mean) > verdict.allowed_mean:
         problems.append(
-            f"its losses are off by {mean:+.2g} on average, {verdict.allowed_mean:.2g} is allowed"
+            f"its losses are off by {_percent(mean, '+')} on average, "
+            f"{_percent(verdict.allowed_mean)} is allowed"
         )
     if largest > verdict.allowed_max:
         problems.append(
-            f"its losses are off by up to {largest:.2g}, {verdict.allowed_max:.2g} is allowed"
+            f"its losses are off by up to {_percent(largest)}, "
+            f"{_percent(verdict.allowed_max)} is allowed"
         )
     return problems
 
@@ -189,10 +191,15 @@ def _agreement(verdict: LearningVerdict, a: LearningRecord, b: LearningRecord) -
     if verdict.identical:
         return f"losses are bit-identical over {len(a.losses)} batches, {compared}"
     return (
-        f"losses drift by {verdict.mean_relative_difference:+.2g} on average "
-        f"({verdict.allowed_mean:.2g} allowed) and by {verdict.max_relative_difference:.2g} at "
-        f"most ({verdict.allowed_max:.2g} allowed), {compared}"
+        f"losses drift by {_percent(verdict.mean_relative_difference, '+')} on average "
+        f"({_percent(verdict.allowed_mean)} allowed) and by "
+        f"{_percent(verdict.max_relative_difference)} at most "
+        f"({_percent(verdict.allowed_max)} allowed), {compared}"
     )
+
+
+def _percent(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{100 * value:{sign}.2g}%"
 
 
 def _disagreement(problems: Sequence[str]) -> str:

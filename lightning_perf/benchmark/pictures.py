@@ -71,7 +71,7 @@ def _step_times(result: Result) -> Figure | None:
     from matplotlib.figure import Figure
 
     times = {key: _counted_times(result, key) for key in ("a", "b")}
-    if not all(times.values()):
+    if result.speedup is None or not all(times.values()):
         return None
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)

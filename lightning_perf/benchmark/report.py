@@ -80,6 +80,10 @@ def _figures(result: Result) -> Table:
     row("start-up", "startup_seconds", _seconds, lambda a, b: "until the first batch")
     row("compile", "compile_seconds", _seconds, lambda a, b: _pays_back(result))
     row("waiting for data", "data_wait", lambda value: f"{value:.1%}", lambda a, b: "of the time")
+    for name in ("precision", "threads"):
+        cells = [str(getattr(result, f"environment_{key}").get(name, "")) for key in ("a", "b")]
+        if any(cells):
+            figures.add_row(name, *cells)
     if result.learning:
         metrics = [result.learning[f"metrics_{key}"] for key in ("a", "b")]
         for name in sorted(metrics[0].keys() & metrics[1].keys()):

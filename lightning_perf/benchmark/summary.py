@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_perf.benchmark import statistics
 from lightning_perf.benchmark.coordinator import BUSY, Comparison
-from lightning_perf.benchmark.launch import KEYS, Outcome, Start, Turn
+from lightning_perf.benchmark.launch import KEYS, Outcome, Start
 from lightning_perf.benchmark.result import Result
 
 _SHORT_EPOCH = 50
@@ -175,8 +175,3 @@ def _warnings(comparison: Comparison, last: Outcome, sides: dict[str, Any]) -> l
     if not comparison.quick and len(comparison.log_ratios) == 1:
         said.append("The budget allowed one launch only; the interval is that of quick mode.")
     return said
-
-
-def turns_of(result: Result, key: str) -> list[Turn]:
-    """Return the turns of one variant that count, as they were measured."""
-    return [Turn(**turn) for turn in result.turns if turn["variant"] == key and turn["counts"]]

@@ -73,7 +73,7 @@ class CompileReport:
         if self.limit_hits:
             parts.append(
                 "Dynamo's recompile limit was reached, so new inputs run eagerly: pass "
-                "dynamic=True, or pad batches to fewer lengths with pad_collate"
+                "dynamic=True, or pad batches to fewer lengths in the loader's collate_fn"
             )
         return ". ".join(parts) + "."
 

@@ -23,6 +23,7 @@ _CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+_MATRICES = (*_CONVOLUTIONS, nn.Linear, nn.RNNBase)
 
 Region = tuple[str, nn.Module]
 Regions = dict[str, nn.Module]
@@ -78,9 +79,12 @@ def kinds(regions: Regions) -> int:
 
 
 def convolution_share(model: nn.Module) -> float:
-    """Return the share of the weights that sit in convolutions."""
-    convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
-    return _weight(*convolutions) / max(1, _weight(model))
+    """Return the share of convolutions among the layers that multiply matrices.
+
+    Layers are counted, not weights: a convolution uses each weight at every position.
+    """
+    layers = [isinstance(m, _CONVOLUTIONS) for m in model.modules() if isinstance(m, _MATRICES)]
+    return sum(layers) / max(1, len(layers))
 
 
 def _chosen(module: nn.Module, name: str) -> Iterator[Region]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_perf._batches import batches_unseen, every_batch
 from lightning_perf._item import PerfCallback
-from lightning_perf._knobs import knobs
+from lightning_perf._knobs import KNOBS, knobs
 from lightning_perf.callbacks._compile_report import compile_report, stage_of
 from lightning_perf.callbacks._loaders import every_loader, short_last_batch
 from lightning_perf.callbacks._regions import (
@@ -101,7 +101,9 @@ class Compile(PerfCallback):
     """
 
     guide: ClassVar[str] = "T fuse operations (torch.compile); T use CUDA graphs (mode); L 3"
-    changes: ClassVar[frozenset[str]] = frozenset({"model", "dynamo_optimize_ddp"})
+    changes: ClassVar[frozenset[str]] = frozenset(
+        {"model", "dynamo_optimize_ddp", "dynamo_recompile_limit"}
+    )
     exact: ClassVar[bool] = False
     moment: ClassVar[Literal["setup", "before_wrap", "after_wrap"]] = "after_wrap"
 
@@ -189,7 +191,7 @@ class Compile(PerfCallback):
         share = convolution_share(nn.ModuleList(targets.values()))
         if device.type == "cpu" and share > 0.5:
             return (
-                f"{share:.0%} of the weights are in convolutions, and compiling those brought no "
+                f"{share:.0%} of the layers are convolutions, and compiling those brought no "
                 "gain on a CPU where it was measured. Name `regions` to compile anyway."
             )
         return None
@@ -207,7 +209,8 @@ class Compile(PerfCallback):
                 self.say(
                     f"more than {_FEW_SHAPES} batch shapes were seen, and mode={self.mode!r} "
                     f"records a CUDA graph for each: going on with mode={options['mode']!r}. "
-                    "pad_collate pads batches to a few lengths, for which the mode is made."
+                    "The mode is made for few shapes: pad batches to a few lengths in the loader's "
+                    "collate_fn."
                 )
             return batch
 
@@ -233,10 +236,9 @@ def _targets(model: nn.Module, regions: str | Sequence[str]) -> tuple[Regions, R
 @contextmanager
 def _compiled(targets: Regions, options: dict[str, Any]) -> Iterator[None]:
     # Dynamo keeps the code of all compiled modules in one cache, but its limit is made for one
-    # function: nine different blocks would reach it without any recompilation. PyTorch 2.7 renamed
-    # the setting and keeps this name.
-    limit = torch._dynamo.config.cache_size_limit * max(1, kinds(targets))
-    with torch._dynamo.config.patch(cache_size_limit=limit):
+    # function: nine different blocks would reach it without any recompilation.
+    limit = KNOBS["dynamo_recompile_limit"].read() * max(1, kinds(targets))
+    with knobs(dynamo_recompile_limit=limit):
         try:
             _compile(targets, options)
             yield

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.optim import ASGD, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_perf._item import Moment, PerfCallback
+from lightning_perf.callbacks._optimizer_choice import (
+    FLAGS,
+    Choice,
+    choose,
+    describe,
+    plan,
+    sparse_weights,
+)
 from lightning_perf.callbacks.channels_last import match_optimizer_state, same_layout
-
-_FLAGS = ("fused", "foreach")
-# On a CPU, foreach saves Python calls but goes over memory once more for each operation: measured
-# 1.1 to 3.6 times as fast up to here, and up to twice as slow above.
-_FOREACH_NUMEL = 8192
 
 
 class FusedOptimizer(PerfCallback):
@@ -68,22 +70,22 @@ class FusedOptimizer(PerfCallback):
         if all(type(o).__module__.startswith("lightning.") for o in trainer.optimizers):
             # Lightning puts a mock where there is none.
             return f"{type(module).__name__}.configure_optimizers makes no optimizer."
-        plans = [_plan(optimizer, _sparse_weights(module)) for optimizer in trainer.optimizers]
+        plans = [plan(optimizer, sparse_weights(module)) for optimizer in trainer.optimizers]
         if any(choice.flag for choices in plans for choice in choices):
             return None
-        return _describe(trainer.optimizers, plans)
+        return describe(trainer.optimizers, plans)
 
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Switch the param groups of all optimizers for the length of the run."""
-        sparse = _sparse_weights(module)
+        sparse = sparse_weights(module)
         with ExitStack() as stack:
             switches = [
                 stack.enter_context(_switched(optimizer, sparse, self.say))
                 for optimizer in trainer.optimizers
             ]
             plans = [switch.choices for switch in switches]
-            yield _describe(trainer.optimizers, plans)
+            yield describe(trainer.optimizers, plans)
 
 
 @contextmanager
@@ -108,114 +110,13 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
         >>> optimizer.param_groups[0]["fused"] is None
         True
     """
-    choices = _plan(optimizer, frozenset())
+    choices = plan(optimizer, frozenset())
     if not any(choice.flag for choice in choices):
         raise ValueError(
-            f"No faster implementation to switch to: {_describe([optimizer], [choices])}"
+            f"No faster implementation to switch to: {describe([optimizer], [choices])}"
         )
     with _switched(optimizer, frozenset(), lambda message: None):
         yield
-
-
-class _Choice(NamedTuple):
-    """What to do with a param group: the flag to set, or ``None``, and why."""
-
-    flag: str | None
-    reason: str
-
-
-def _plan(optimizer: Optimizer, sparse: frozenset[Tensor]) -> list[_Choice]:
-    return [_choose(optimizer, group, sparse) for group in optimizer.param_groups]
-
-
-def _choose(optimizer: Optimizer, group: dict[str, Any], sparse: frozenset[Tensor]) -> _Choice:
-    obstacle = _obstacle(optimizer, group, sparse)
-    if obstacle is not None:
-        return _Choice(None, obstacle)
-    refusal = _try_fused(optimizer, group)
-    if refusal is None:
-        return _Choice("fused", "fused")
-    parameters = group["params"]
-    if "foreach" not in group or any(p.device.type != "cpu" for p in parameters):
-        return _Choice(None, refusal)
-    mean_numel = sum(p.numel() for p in parameters) / max(1, len(parameters))
-    if mean_numel > _FOREACH_NUMEL or isinstance(optimizer, ASGD):
-        return _Choice(None, f"{refusal}, and on a CPU foreach is slower at this size")
-    return _Choice("foreach", "foreach")
-
-
-def _obstacle(optimizer: Optimizer, group: dict[str, Any], sparse: frozenset[Tensor]) -> str | None:
-    """Return why the implementation of a param group must stay what it is, or ``None``."""
-    step = getattr(type(optimizer), "step", None)
-    if not getattr(step, "__module__", "").startswith("torch.optim."):
-        return "its step is not one of torch.optim"
-    if not any(flag in group for flag in _FLAGS):
-        return "it has one implementation only"
-    for flag in _FLAGS:
-        if group.get(flag) is not None:
-            return f"{flag}={group[flag]} was chosen"
-    for option in ("differentiable", "capturable"):
-        if group.get(option):
-            return f"{option}=True was chosen"
-    for parameter in group["params"]:
-        if type(parameter) not in (Tensor, nn.Parameter):
-            return f"it updates a {type(parameter).__name__}"
-        if parameter.is_complex():
-            return "it updates complex parameters"
-        if parameter in sparse:
-            return "it updates an embedding with sparse gradients"
-        if parameter.layout is not torch.strided or not _is_dense(parameter):
-            return "it updates a parameter that is not dense in memory"
-    return None
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Return whether elements fill the memory without gaps: fused CPU kernels ignore strides."""
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-
-
-def _try_fused(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Return why the fused implementation refuses a param group, or ``None`` if it works.
-
-    What it supports differs by optimizer, device, dtype, option and torch version, so it is tried
-    on one number.
-    """
-    if "fused" not in group:
-        return "it has no fused implementation"
-    if group.get("momentum") and group.get("dampening"):
-        # A parameter whose first gradient comes late would start from a wrong momentum.
-        return "SGD with dampening starts its momentum late for some parameters"
-    cls = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim."))
-    options = {k: group[k] for k in inspect.signature(cls).parameters if k in group}
-    options.update(fused=True, foreach=False)
-    for device, dtype in {(p.device, p.dtype) for p in group["params"]}:
-        number = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
-        number.grad = torch.zeros_like(number)
-        try:
-            cls(**{**options, "params": [number]}).step()
-        except (RuntimeError, TypeError, ValueError) as error:
-            text = str(error).strip().partition("\n")[0]
-            return f"fused does not work for {dtype} on {device.type} here ({text})"
-    return None
-
-
-def _sparse_weights(module: nn.Module) -> frozenset[Tensor]:
-    return frozenset(
-        layer.weight
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-    )
-
-
-def _describe(optimizers: list[Optimizer], plans: list[list[_Choice]]) -> str:
-    parts = []
-    for optimizer, choices in zip(optimizers, plans, strict=True):
-        reasons = ", ".join(
-            choice.reason if choice.flag else f"left alone ({choice.reason})"
-            for choice in dict.fromkeys(choices)
-        )
-        parts.append(f"{type(optimizer).__name__}: {reasons}")
-    return "; ".join(dict.fromkeys(parts))
 
 
 class _Switch:
@@ -231,7 +132,7 @@ class _Switch:
         self.optimizer = optimizer
         self.sparse = sparse
         self.say = say
-        self.choices: list[_Choice] = []
+        self.choices: list[Choice] = []
         self.made: list[dict[str, Any]] = []
         self._waiting: list[tuple[int, Tensor]] = []
 
@@ -239,9 +140,9 @@ class _Switch:
         """Choose for the param groups that have no choice yet, and set their flags."""
         known = len(self.choices)
         for index, group in enumerate(self.optimizer.param_groups[known:], start=known):
-            choice = _choose(self.optimizer, group, self.sparse)
+            choice = choose(self.optimizer, group, self.sparse)
             self.choices.append(choice)
-            self.made.append({flag: group[flag] for flag in _FLAGS if flag in group})
+            self.made.append({flag: group[flag] for flag in FLAGS if flag in group})
             if choice.flag is None:
                 continue
             group[choice.flag] = True
@@ -276,10 +177,10 @@ class _Switch:
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Switch again: loading a state dict replaced the flags of the param groups."""
-        before = _describe([optimizer], [self.choices])
+        before = describe([optimizer], [self.choices])
         self.choices, self.made, self._waiting = [], [], []
         self.switch()
-        after = _describe([optimizer], [self.choices])
+        after = describe([optimizer], [self.choices])
         if after != before:
             self.say(f"after restoring its state, {after}")
 
@@ -305,8 +206,8 @@ class _Switch:
                 problem = _gradient_problem(parameter)
                 if problem is not None:
                     self._put_back(index)
-                    self.choices[index] = _Choice(None, problem)
-                    text = _describe([self.optimizer], [[self.choices[index]]])
+                    self.choices[index] = Choice(None, problem)
+                    text = describe([self.optimizer], [[self.choices[index]]])
                     self.say(f"param group {index} of {text}")
                 elif groups[index].get("momentum") and self.choices[index].flag == "fused":
                     self._start_momentum(parameter)

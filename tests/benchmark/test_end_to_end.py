@@ -169,7 +169,7 @@ def test_loader_workers_die_with_a_killed_coordinator(script, make):
 
 
 @pytest.mark.slow
-def test_compiling_has_its_own_number(script, cpu_clock, tmp_path):
+def test_compiling_is_over_before_the_turns(script, cpu_clock):
     compiled = Variant(
         "compiled",
         trainer={
@@ -183,6 +183,5 @@ def test_compiling_has_its_own_number(script, cpu_clock, tmp_path):
     )
     result = compare(f"{script}:make", "none", compiled, quick=True, learning_steps=5)
     assert result.statuses_b[0]["active"]
-    assert result.compile_seconds_b > result.compile_seconds_a
     assert not any(turn["compiled"] for turn in result.turns)
     assert json.dumps(result.to_dict())

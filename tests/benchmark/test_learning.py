@@ -415,10 +415,10 @@ def test_the_allowance_is_five_times_the_drift_of_the_perturbed_runs() -> None:
     assert "the first update was not compared" in inside.summary
     mean = judge(a, with_losses(1.03, 1.03, 1.03, 1.03), yardstick, exact=False)
     assert mean.agree is False
-    assert "off by +0.03 on average, 0.025 is allowed" in mean.summary
+    assert "off by +3% on average, 2.5% is allowed" in mean.summary
     largest = judge(a, with_losses(1.06, 0.94, 1.06, 0.94), yardstick, exact=False)
     assert largest.agree is False
-    assert "off by up to 0.06, 0.05 is allowed" in largest.summary
+    assert "off by up to 6%, 5% is allowed" in largest.summary
 
 
 def test_without_a_yardstick_drift_cannot_be_judged() -> None:
