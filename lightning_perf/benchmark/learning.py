@@ -199,7 +199,10 @@ def _agreement(verdict: LearningVerdict, a: LearningRecord, b: LearningRecord) -
 
 
 def _percent(value: float | None, sign: str = "") -> str:
-    return "-" if value is None else f"{100 * value:{sign}.2g}%"
+    if value is None:
+        return "-"
+    digits = ".0f" if abs(value) >= 0.1 else ".2g"
+    return f"{100 * value:{sign}{digits}}%"
 
 
 def _disagreement(problems: Sequence[str]) -> str:

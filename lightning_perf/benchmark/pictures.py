@@ -55,7 +55,8 @@ def pictures(result: Result, folder: str | Path) -> list[Path]:
         "grid.color": "#eceef1",
         "xtick.color": "#5b616b",
         "ytick.color": "#5b616b",
-        "legend.frameon": False,
+        "legend.edgecolor": "none",
+        "legend.framealpha": 1,
     }
     written = []
     with matplotlib.rc_context(style):
@@ -96,14 +97,15 @@ def _draw_times(axes: Axes, result: Result, times: dict[str, list[float]]) -> No
     longest = max(float(np.quantile(values, 0.98)) for values in times.values())
     shortest = min(min(values) for values in times.values())
     unit, name = (1000.0, "ms") if longest < 1 else (1.0, "s")
-    edges = (np.linspace(0.97 * shortest, 1.03 * longest, 61) * unit).tolist()
+    bars = min(60, max(12, round(2 * math.sqrt(min(map(len, times.values()))))))
+    edges = (np.linspace(0.97 * shortest, 1.03 * longest, bars + 1) * unit).tolist()
     for key, values in times.items():
         scaled = np.clip(np.asarray(values) * unit, edges[0], edges[-1])
         typical = getattr(result, f"step_seconds_{key}") * unit
         label = f"{key.upper()}: {getattr(result, key)}, {typical:.3g} {name}"
         shares = np.full(len(scaled), 100 / len(scaled))
         axes.hist(scaled, edges, weights=shares, color=_COLORS[key], alpha=0.65, label=label)
-        axes.axvline(typical, color=_COLORS[key], linewidth=1.5)
+        axes.axvline(typical, ymax=0.85, color=_COLORS[key], linewidth=1.5)
     axes.set_title("Step times")
     axes.set_xlabel(f"time per step ({name}); the last bar holds all longer ones")
     axes.set_ylabel("share of steps (%)")
@@ -188,7 +190,7 @@ def _draw_differences(axes: Axes, learning: dict[str, Any]) -> None:
     if allowed is not None:
         for bound in (-100 * allowed, 100 * allowed):
             axes.axhline(bound, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
-        title += f" (dashed: the {100 * allowed:.2g} % that rounding may explain)"
+        title += f" (dashed: the {100 * allowed:.3g} % that rounding may explain)"
     axes.set_title(title)
     axes.set_ylabel("% of A's loss")
     axes.margins(y=0.2)

@@ -78,7 +78,7 @@ def _figures(result: Result) -> Table:
     row("peak memory", "peak_memory", _bytes, _less_memory)
     row("peak GPU memory", "peak_device_memory", _bytes, _less_memory)
     row("start-up", "startup_seconds", _seconds, lambda a, b: "until the first batch")
-    row("compile", "compile_seconds", _seconds, lambda a, b: _pays_back(result))
+    row("first step extra", "compile_seconds", _seconds, lambda a, b: _pays_back(result))
     row("waiting for data", "data_wait", lambda value: f"{value:.1%}", lambda a, b: "of the time")
     for name in ("precision", "threads"):
         cells = [str(getattr(result, f"environment_{key}").get(name, "")) for key in ("a", "b")]
@@ -159,12 +159,12 @@ def _less_memory(a: float, b: float) -> str:
 def _pays_back(result: Result) -> str:
     """Say after how many steps the extra start-up of B is earned back."""
     if not (result.step_seconds_a and result.step_seconds_b):
-        return "the first step's extra time"
+        return "compiling and the like"
     extra = sum(
         getattr(result, f"{what}_b") - getattr(result, f"{what}_a")
         for what in ("startup_seconds", "first_step_seconds")
     )
     saved = result.step_seconds_a - result.step_seconds_b
     if extra <= 0 or saved <= 0 or result.speedup is None or result.speedup <= 1:
-        return "the first step's extra time"
+        return "compiling and the like"
     return f"paid back after {math.ceil(extra / saved)} steps"

@@ -67,9 +67,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--budget",
         type=float,
-        default=140.0,
+        default=220.0,
         metavar="SECONDS",
-        help="time the comparison may take (default: %(default)g)",
+        help="time the comparison may take; it seldom takes all of it (default: %(default)g)",
     )
     parser.add_argument(
         "--steps",

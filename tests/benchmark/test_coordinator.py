@@ -25,10 +25,19 @@ def status(pid: int) -> str:
         return psutil.STATUS_ZOMBIE
 
 
+def noted(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.iterdir()]
+
+
 def alive(folder: Path) -> list[int]:
-    """The noted processes that still exist, frozen ones too."""
-    pids = [int(path.name) for path in folder.iterdir()]
-    return [pid for pid in pids if status(pid) != psutil.STATUS_ZOMBIE]
+    """The noted processes that still exist, frozen ones too, once a kill has had time to act."""
+    pids = noted(folder)
+    deadline = time.monotonic() + 5
+    while True:
+        found = [pid for pid in pids if status(pid) != psutil.STATUS_ZOMBIE]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def test_stops_after_five_launches_when_decided(compare_fakes):
@@ -242,7 +251,9 @@ def test_an_interrupt_leaves_nothing(compare_fakes, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_die_with_the_coordinator_even_frozen_ones(tmp_path, number):
-    script = {"pids": str(tmp_path)}
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    script = {"pids": str(pids)}
     hanging = {**script, "at": "turn", "does": "hang"}
     fakes = {"a": script, "b": hanging}
     program = f"""
@@ -253,18 +264,19 @@ compare("module:make", *(
     for name, script in { ({k: json.dumps(v) for k, v in fakes.items()})!r}.items()
 ))
 """
-    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as parent:
-        deadline = time.monotonic() + 60
-        while not any(status(pid) == psutil.STATUS_STOPPED for pid in alive(tmp_path)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(parent.pid, number)
-        parent.wait()
-    deadline = time.monotonic() + 5
-    while alive(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(list(tmp_path.iterdir())) == 4
-    assert not alive(tmp_path)
+    # What a killed process leaves in its temporary folder goes with the test's.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, start_new_session=True, env=environment) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while not any(status(pid) == psutil.STATUS_STOPPED for pid in noted(pids)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            os.kill(parent.pid, number)
+    assert len(list(pids.iterdir())) == 4
+    assert not alive(pids)
 
 
 def test_malloc_is_settled_unless_somebody_did(monkeypatch, tmp_path):

@@ -141,7 +141,18 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in processes if status(p) != psutil.STATUS_ZOMBIE]
+
+
+def status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
+def frozen(processes: list[psutil.Process]) -> bool:
+    return psutil.STATUS_STOPPED in [status(process) for process in processes]
 
 
 @pytest.mark.slow
@@ -149,19 +160,20 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.parametrize("make", ["make_with_workers", "make_with_spawned_workers"])
 def test_loader_workers_die_with_a_killed_coordinator(script, make):
     program = [sys.executable, str(script), make]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    # What a killed process leaves in its temporary folder goes with the test's.
+    own = {"PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(script.parent)}
+    environment = {**os.environ, **own}
     with subprocess.Popen(program, start_new_session=True, env=environment) as parent:
-        deadline = time.monotonic() + 120
-        processes: list[psutil.Process] = []
-        # Each variant has two loader workers, and one of the two variants is frozen.
-        while len(processes) < 8 or not any(
-            process.status() == psutil.STATUS_STOPPED for process in running(processes)
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-            processes = family(parent.pid)
-        os.kill(parent.pid, signal.SIGKILL)
-        parent.wait()
+        try:
+            deadline = time.monotonic() + 120
+            processes: list[psutil.Process] = []
+            # Each variant has two loader workers, and one of the two variants is frozen.
+            while len(processes) < 8 or not frozen(processes):
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+                processes = family(parent.pid)
+        finally:
+            os.kill(parent.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while running(processes) and time.monotonic() < deadline:
         time.sleep(0.1)
