@@ -56,17 +56,7 @@ def test_the_table_holds_all_that_was_measured() -> None:
     assert found["samples/s"] == ["640", "800"]
     assert found["peak memory"] == ["800", "MiB", "1.66", "GiB", "+112%"]
     assert found["start-up"][:4] == ["4.10", "s", "4.60", "s"]
-    assert found["first step extra"] == [
-        "40.0",
-        "ms",
-        "9.00",
-        "s",
-        "paid",
-        "back",
-        "after",
-        "945",
-        "steps",
-    ]
+    assert found["first step extra"][:4] == ["40.0", "ms", "9.00", "s"]
     assert found["waiting for data"][:2] == ["1.3%", "1.6%"]
     assert found["precision"] == ["32-true", "bf16-mixed"]
     assert found["val accuracy"][:2] == ["0.931", "0.934"]
