@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchvision import models
 
 
@@ -78,12 +78,13 @@ class HandWrittenLoop(Callback):
 
 
 def images(size: int, batch_size: int, *, samples: int = 256, classes: int = 10) -> DataLoader[Any]:
+    """Random images, in an epoch of many passes, so that its end is not a part of the timing."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(samples, 3, size, size, generator=generator)
     labels = torch.randint(0, classes, (samples,), generator=generator)
-    return DataLoader(
-        TensorDataset(data, labels), batch_size=batch_size, shuffle=True, drop_last=True
-    )
+    dataset = TensorDataset(data, labels)
+    sampler = RandomSampler(dataset, num_samples=1000 * batch_size)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
 
 
 def resnet50() -> tuple[LightningModule, DataLoader[Any]]:

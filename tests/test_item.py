@@ -275,15 +275,21 @@ def test_autologging_of_hyperparameters_can_be_off(tmp_path: Path) -> None:
 
 def test_a_trainer_of_pytorch_lightning_is_explained() -> None:
     import pytorch_lightning
+    from pytorch_lightning.demos.boring_classes import BoringModel
 
-    with pytest.raises(TypeError, match=r"Replace `import pytorch_lightning`"):
-        Probe().setup(
-            pytorch_lightning.Trainer(
-                accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True
-            ),
-            Classifier(),
-            "fit",
-        )
+    run = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Probe()],
+    )
+    with pytest.raises(
+        TypeError, match=r"Probe was given a pytorch_lightning.*Replace `import pyt"
+    ):
+        run.fit(BoringModel())
+    assert events == []
 
 
 def test_instance_attributes_nest_and_are_put_back() -> None:

@@ -36,8 +36,8 @@ _FEWEST_LEARNING_STEPS = 8
 _LEARNING_PATIENCE = 300.0
 
 # glibc decides by chance, for the life of a process, how often memory goes back to the kernel; that
-# alone made identical processes differ by 25 %. All three are needed: setting one of them turns off
-# the automatic threshold, and every large tensor becomes a mapping of its own.
+# alone makes identical processes differ. All three are needed: setting one of them turns off the
+# automatic threshold, and every large tensor becomes a mapping of its own.
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(2**34),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),

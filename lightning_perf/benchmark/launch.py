@@ -188,15 +188,17 @@ class Launch:
             )
 
     def measure(self, seconds: float) -> None:
-        """Let the two take turns for about ``seconds``, longer if others disturb them."""
+        """Let the two take turns for about ``seconds``, twice that if others disturb them."""
         expected = self.outcome.plan.steps * sum(
             start.step_seconds for start in self.outcome.starts.values()
         )
         pairs = max(FEWEST_PAIRS, min(PAIRS, int(seconds / expected)))
-        for number in range(1, 2 * pairs + 1):
+        began, number = time.monotonic(), 0
+        while len(self.outcome.log_ratios) < pairs:
+            number += 1
             self._tell("measuring", number)
             self._pair(number)
-            if len(self.outcome.log_ratios) == pairs:
+            if number == 2 * pairs or time.monotonic() - began > 2 * pairs * expected:
                 break
         self.outcome.enough = 3 * len(self.outcome.log_ratios) >= 2 * pairs
         self.describe()

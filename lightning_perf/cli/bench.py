@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_perf.benchmark import Progress, compare
-from lightning_perf.benchmark.coordinator import no_progress
 
 EXAMPLES = """\
 examples:
@@ -101,15 +101,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[Progress], None]]:
-    """Show the progress of a comparison in one line on a terminal, and nothing in a pipe."""
+    """Show the progress of a comparison: one live line on a terminal, else a line per phase."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield no_progress
+        yield _line_per_phase()
         return
     with console.status("starting") as status:
         yield lambda progress: status.update(progress_line(progress))
+
+
+def _line_per_phase() -> Callable[[Progress], None]:
+    shown: set[tuple[int, str]] = set()
+
+    def show(progress: Progress) -> None:
+        phase = progress.launch, progress.phase
+        if phase not in shown:
+            shown.add(phase)
+            print(progress_line(progress), file=sys.stderr, flush=True)
+
+    return show
 
 
 def progress_line(progress: Progress) -> str:

@@ -96,6 +96,26 @@ def test_a_busy_machine_gives_no_number(compare_fakes, cpu_clock):
     assert (result.launches, result.launches_dropped) == (0, 3)
 
 
+def test_a_launch_on_a_busy_machine_ends_in_time(compare_fakes, cpu_clock, monkeypatch):
+    cpu_clock(100.0)
+
+    class Clock:
+        """Each look at it takes an hour."""
+
+        sleep = staticmethod(lambda seconds: None)
+        hours = 0
+
+        @classmethod
+        def monotonic(cls) -> float:
+            cls.hours += 1
+            return 3600.0 * cls.hours
+
+    monkeypatch.setattr(launch, "time", Clock)
+    result = compare_fakes(quick=True)
+    assert result.stop_reason == "machine busy"
+    assert {turn["pair"] for turn in result.turns} == {1}
+
+
 def test_a_disturbed_turn_drops_its_whole_pair(compare_fakes, monkeypatch):
     busy, calls = 0.0, 0
 

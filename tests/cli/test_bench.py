@@ -103,10 +103,15 @@ def test_progress_in_one_line():
     )
 
 
-def test_no_progress_in_a_pipe(capsys):
+def test_a_line_for_each_phase_in_a_pipe(capsys):
     with bench.shown_progress() as progress:
-        progress(Progress("measuring", 1, 1, 10.0, None))
-    assert capsys.readouterr().err == ""
+        for pair in range(3):
+            progress(Progress("measuring", 1, pair, 10.0, None))
+        progress(Progress("starting", 2, 0, 9.0, 1.5))
+    assert capsys.readouterr().err.splitlines() == [
+        "launch 1, measuring, 10 s left",
+        "launch 2, starting, 9 s left, speed-up so far 1.500",
+    ]
 
 
 @pytest.mark.parametrize(
