@@ -12,7 +12,7 @@ from lightning_perf.presets import trainer_kwargs
 
 
 def make() -> tuple[LightningModule, LightningDataModule]:
-    return DigitClassifier(), Digits(image_size=64, batch_size=32)
+    return DigitClassifier(), Digits(image_size=48, batch_size=32)
 
 
 if __name__ == "__main__":

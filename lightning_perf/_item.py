@@ -237,7 +237,8 @@ def _announce(trainer: Trainer, run: _Run) -> None:
         state = "active " if status.active else "skipped"
         lines.append(f"  {state}  {status.item:<{width}}  {status.text}".rstrip())
     rank_zero_info("\n".join(lines))
-    if trainer.state.fn != "fit" or not trainer.enable_autolog_hparams:
+    # Lightning 2.5.0 has no such argument.
+    if trainer.state.fn != "fit" or not getattr(trainer, "enable_autolog_hparams", True):
         return
     hyperparameters = {
         "lightning_perf/preset": preset or "none",

@@ -50,7 +50,8 @@ def compare(
             turns, and the first one always runs.
         quick: Stop after one launch; its interval is about 3 % wide on either side.
         learning_steps: Optimizer steps over which to check that both learn the same; 0 for no
-            check. Fewer are taken where they would cost more than a third of the budget.
+            check. Fewer are taken where they would cost more than 30 % of the budget, 50 % in
+            quick mode.
         validate: Also compare the metrics of a validation after those steps.
         seed: Seed of the first launch; each further launch adds one.
         progress: Called now and then with where the comparison is.

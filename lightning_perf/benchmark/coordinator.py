@@ -32,6 +32,7 @@ BUSY = "machine busy"
 
 _BUSY_LAUNCHES = 3  # give up after so many launches in a row that were disturbed
 _LEARNING_SHARE = 0.3  # of the budget
+_QUICK_LEARNING_SHARE = 0.5  # one launch takes little of it
 _FEWEST_LEARNING_STEPS = 8
 _LEARNING_PATIENCE = 300.0
 
@@ -179,7 +180,8 @@ class Comparison:
             for key in KEYS
         }
         runs_s = (1 if exact else 1 + len(PERTURBATIONS)) * step_s["a"] + step_s["b"]
-        affordable = int(_LEARNING_SHARE * self.budget_s / runs_s)
+        share = _QUICK_LEARNING_SHARE if self.quick else _LEARNING_SHARE
+        affordable = int(share * self.budget_s / runs_s)
         steps = min(self.learning_steps, max(_FEWEST_LEARNING_STEPS, affordable))
 
         def record(key: str, perturb: float = 0.0, perturb_seed: int = 0) -> LearningRecord:
