@@ -285,6 +285,7 @@ def test_a_trainer_of_pytorch_lightning_is_explained() -> None:
     try:
         run = pytorch_lightning.Trainer(
             accelerator="cpu",
+            max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

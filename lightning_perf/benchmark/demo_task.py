@@ -19,8 +19,8 @@ class DigitClassifier(LightningModule):
     """ResNet-18 from scratch, trained with momentum.
 
     Args:
-        lr: Learning rate. The default reads nearly all digits after 40 steps; much above it, rounding
-            alone makes two runs drift far apart.
+        lr: Learning rate. The default reads nearly all digits after 40 steps; much above it,
+            rounding alone makes two runs drift far apart.
     """
 
     def __init__(self, lr: float = 3e-3) -> None:

@@ -198,11 +198,12 @@ def test_exact_variants_must_be_bit_identical(compare_fakes):
     assert result.losses_agree is False
 
 
-def test_learning_takes_its_share_of_the_budget_and_says_so(compare_fakes):
+@pytest.mark.parametrize(("quick", "steps"), [(True, 25), (False, 15)])
+def test_learning_takes_its_share_of_the_budget_and_says_so(compare_fakes, quick, steps):
     slow = {"steps": [1.0]}
-    result = compare_fakes(slow, slow, quick=True, learning_steps=60, budget_s=100)
-    assert result.learning_steps == 15
-    assert any("over 15 optimizer steps instead of 60" in warning for warning in result.warnings)
+    result = compare_fakes(slow, slow, quick=quick, learning_steps=60, budget_s=100)
+    assert result.learning_steps == steps
+    assert any(f"over {steps} optimizer steps instead of 60" in text for text in result.warnings)
 
 
 @pytest.mark.parametrize("other", ["inexact", "threads", "precision", "device", "callbacks"])
