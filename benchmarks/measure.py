@@ -21,6 +21,7 @@ from lightning_perf.benchmark import Result, Variant, compare
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"
 TASKS = ("resnet50", "vit")
+ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
 
 
@@ -70,7 +71,8 @@ def row(path: Path) -> str:
         low, high = result.interval
         ratio = f"**{result.speedup:.3f}** ({low:.3f} to {high:.3f}, {result.level:.0%})"
     learning = {True: "yes", False: "**no**", None: "not checked"}[result.losses_agree]
-    machine = f"{hardware['cpu_name']}, {hardware['cores']} cores"
+    isa = next((flag for flag in ISA if flag in hardware["isa"]), "")
+    machine = f"{hardware['cpu_name']} ({isa}), {hardware['cores']} cores"
     software = f"torch {versions['torch']}, lightning {versions['lightning']}"
     return (
         f"| {path.stem[:10]} | {task} | {result.a} | {result.b} | {ratio} | {result.launches} | "

@@ -13,17 +13,17 @@ from lightning_perf.benchmark import Progress, compare
 EXAMPLES = """\
 examples:
   lightning-perf bench --config train.yaml
-  lightning-perf bench --config train.yaml --a none --b cpu_bf16 --budget 300 --json result.json
+  lightning-perf bench --config train.yaml --b cpu_bf16 --json result.json
   lightning-perf bench --config train.py:make --b mine.yaml --quick
 
-where train.yaml is a LightningCLI file with `model:` and `data:` as class_path, make() returns a
-LightningModule and its data, and mine.yaml holds any of
+where train.yaml is a LightningCLI file with `model:` and `data:` as class_path,
+make() returns a LightningModule and its data, and mine.yaml holds any of
   preset: cpu_bf16
   trainer: {precision: bf16-mixed}
   env: {OMP_NUM_THREADS: 2}
 
-The exit status is 0 if there is an answer, 1 if the machine was too busy to tell or the variants do
-not learn the same, 2 after an error.
+The exit status is 0 if there is an answer, 1 if the machine was too busy to
+tell or the variants do not learn the same, 2 after an error.
 """
 
 
@@ -31,8 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the subcommand to the command's parser."""
     parser = subparsers.add_parser(
         "bench",
-        description="Measure how much faster variant B trains than A, and whether it learns the "
-        "same. Each runs in processes of its own that take turns.",
+        description="Measure how much faster variant B trains than A, and whether it learns\n"
+        "the same. Each runs in processes of its own that take turns.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="time it may take (default: %(default)g)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one launch: less than a minute, about +-3 %%"
+        "--quick", action="store_true", help="one launch only: quick, and less certain"
     )
     parser.add_argument(
         "--learning-steps",

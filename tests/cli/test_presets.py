@@ -48,7 +48,8 @@ def test_list_as_a_user_sees_it() -> None:
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["preset", "for", "aliases", "measured"]
-    assert [line.split()[0] for line in lines[1 : 1 + len(presets.names())]] == presets.names()
+    rows = [line.split()[0] for line in lines[1:-1] if line[:1].strip()]  # cells may wrap
+    assert rows == presets.names()
     assert lines[-1].startswith(f"auto is {presets.resolve('auto')} here: ")
     assert "\x1b" not in done.stdout
     assert max(map(len, lines)) <= 80
