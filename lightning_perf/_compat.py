@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
@@ -26,6 +26,12 @@ RUN_STATE: tuple[type, ...] = (
 """Types of the objects below a trainer whose attributes change as a run advances: loops and their
 progress, logged values, the stage. Loops have a public ``state_dict``, but it leaves out what was
 logged and what a running epoch has in hand (2.5.0 - 2.6.6)."""
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the trainer's list of callbacks: public, but set by a connector and not declared."""
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return found
 
 
 def detects_anomalies(trainer: Trainer) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_perf import _compat
 from lightning_perf._knobs import KNOBS
 
 _log = logging.getLogger(__name__)
@@ -252,8 +253,7 @@ def _announce(trainer: Trainer, run: _Run) -> None:
 def _preset_name(trainer: Trainer) -> str | None:
     from lightning_perf.presets import Preset
 
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector's
-    names = [callback.name for callback in callbacks if isinstance(callback, Preset)]
+    names = [c.name for c in _compat.callbacks(trainer) if isinstance(c, Preset)]
     return names[-1] if names else None
 
 

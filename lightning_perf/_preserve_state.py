@@ -68,7 +68,7 @@ def preserve_state(trainer: Trainer, module: LightningModule) -> Iterator[None]:
             snapshot.remember_loader(loader)
     for loader in _compat.given_loaders(trainer):
         snapshot.remember_loader(loader)
-    snapshot.remember_source(trainer.datamodule)  # type: ignore[attr-defined]
+    snapshot.remember_source(trainer.datamodule)  # type: ignore[attr-defined]  # not declared
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     snapshot.follow(trainer, module, *trainer.optimizers, *schedulers, scaler)

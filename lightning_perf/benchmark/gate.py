@@ -20,6 +20,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.data import extract_batch_size
 
+from lightning_perf import _compat
+
 Message = dict[str, Any]
 
 # They end the run, write files, or act at some steps only.
@@ -58,7 +60,9 @@ class Gate(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what the module's own `configure_callbacks` may have brought."""
-        trainer.callbacks, _ = without_interruptions(trainer.callbacks)  # type: ignore[attr-defined]
+        # A new list: Lightning is going through the old one.
+        kept, _ = without_interruptions(_compat.callbacks(trainer))
+        trainer.callbacks = kept  # type: ignore[attr-defined]  # public, but not declared
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let schedulers do without the metric that only a validation would log."""

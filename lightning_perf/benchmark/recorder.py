@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_perf import _compat
 from lightning_perf.benchmark import first_update
 from lightning_perf.benchmark.gate import without_interruptions
 from lightning_perf.benchmark.variant import callback_list
@@ -130,7 +131,9 @@ class _Recorder(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The module's own `configure_callbacks` may have brought more of them.
-        trainer.callbacks, _ = without_interruptions(trainer.callbacks)  # type: ignore[attr-defined]
+        # A new list: Lightning is going through the old one.
+        kept, _ = without_interruptions(_compat.callbacks(trainer))
+        trainer.callbacks = kept  # type: ignore[attr-defined]  # public, but not declared
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.threads = torch.get_num_threads()

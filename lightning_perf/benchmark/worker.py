@@ -185,6 +185,7 @@ def _learn(builder: Builder, command: Message) -> Message:
 def _describe(builder: Builder, trainer: Trainer) -> Message:
     import torch
 
+    from lightning_perf import _compat
     from lightning_perf._hardware import detect
     from lightning_perf._item import PerfCallback, statuses
     from lightning_perf._knobs import read_knobs
@@ -192,7 +193,7 @@ def _describe(builder: Builder, trainer: Trainer) -> Message:
     from lightning_perf.presets import Preset
 
     states = statuses(trainer)
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = _compat.callbacks(trainer)
     items = [callback for callback in callbacks if isinstance(callback, PerfCallback)]
     inexact = {type(item).__name__ for item in items if not item.exact}
     ours = (PerfCallback, Preset, Gate)

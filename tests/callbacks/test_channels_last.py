@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import multiprocessing
-import os
 import socket
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from models import Classifier, conv_net, images, mlp, trainer
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from lightning_perf._batches import map_tensors
@@ -622,30 +622,27 @@ def ddp_environment(port: str, *, rank: int, devices: int) -> dict[str, str]:
     }
 
 
-def run_rank(port: str, rank: int, queue: Any) -> None:
-    os.environ.update(ddp_environment(port, rank=rank, devices=2))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    queue.put(fit_under_ddp(ChannelsLast(), rank=rank, devices=2))
+_TWO_RANKS = """
+import sys
+
+import torch
+from models import Classifier, images, trainer
+from test_channels_last import pointwise_net
+
+from lightning_perf.callbacks import ChannelsLast
+
+if __name__ == "__main__":
+    torch.set_warn_always(True)
+    module = Classifier(pointwise_net())
+    run = trainer(callbacks=[ChannelsLast()], devices=2, strategy="ddp")
+    run.fit(module, images())
+    sys.stdout.write(f"rank {run.global_rank}: {len(module.losses)} steps\\n")
+"""
 
 
 @pytest.mark.slow
-def test_two_processes_train_without_a_complaint() -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    port = free_port()
-    ranks = [context.Process(target=run_rank, args=(port, rank, queue)) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.start()
-        results = [queue.get(timeout=200) for _ in ranks]
-        for rank in ranks:
-            rank.join(timeout=60)
-        assert [rank.exitcode for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-        queue.close()
-        queue.join_thread()
-    assert [(complaints, len(losses)) for complaints, losses in results] == [([], 2), ([], 2)]
+def test_two_processes_train_without_a_complaint(tmp_path: Path) -> None:
+    output = run_ranks(_TWO_RANKS, tmp_path, environ={"OMP_NUM_THREADS": "1"})
+    assert "rank 0: 2 steps" in output
+    assert "rank 1: 2 steps" in output
+    assert "strides" not in output

@@ -786,7 +786,7 @@ if __name__ == "__main__":
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(module.state_dict()[name], value, msg=name)
         assert read_knobs()["dynamo_optimize_ddp"] is True
-        print("same", run.global_rank, flush=True)
+        sys.stdout.write(f"same {run.global_rank}\\n")
 """
 
 

@@ -270,7 +270,7 @@ from test_threads import machine
 
 class Show(Callback):
     def on_train_start(self, trainer, pl_module):
-        print("rank", trainer.global_rank, "threads", torch.get_num_threads(), flush=True)
+        sys.stdout.write(f"rank {trainer.global_rank} threads {torch.get_num_threads()}\\n")
 
 if __name__ == "__main__":
     strategy = sys.argv[1]
