@@ -72,13 +72,13 @@ def compiled(
 class Compile(PerfCallback):
     """Compiles the network in place once the strategy has wrapped it, and undoes it after the run.
 
-    Repeated blocks are compiled one by one and share their code, which starts many times faster
-    than compiling the whole network. The steps of the LightningModule are never compiled: they log
+    Repeated blocks are compiled one by one and share their code, which takes less time than
+    compiling the whole network. The steps of the LightningModule are never compiled: they log
     and read the trainer. Keys of checkpoints do not change.
 
     Do not use it for a model whose steps see new shapes all the time, or for runs shorter than
     the compilation. On a CPU, networks made of convolutions are skipped unless named: oneDNN's
-    convolutions are all their time, and compiling brought nothing there.
+    convolutions, which compiling leaves as they are, take nearly all their time.
 
     Args:
         regions: ``"auto"`` compiles repeated blocks (members, all of one class, of a ModuleList or
@@ -191,8 +191,8 @@ class Compile(PerfCallback):
         share = convolution_share(nn.ModuleList(targets.values()))
         if device.type == "cpu" and share > 0.5:
             return (
-                f"{share:.0%} of the layers are convolutions, and compiling those brought no "
-                "gain on a CPU where it was measured. Name `regions` to compile anyway."
+                f"{share:.0%} of the layers are convolutions, which on a CPU stay oneDNN's when "
+                "compiled. Name `regions` to compile anyway."
             )
         return None
 
