@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +59,14 @@ def _children() -> set[int]:
     return children
 
 
+def _wait_for_the_end(threads: set[str], children: set[int]) -> None:
+    """Give loader workers and their queues, which end by themselves, the time to do so."""
+    deadline = time.monotonic() + 10
+    while (_threads() - threads or _children() - children) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -77,15 +87,14 @@ def nothing_leaks(
         torch.distributed.destroy_process_group()
         pytest.fail("The test left a process group behind.")
     monkeypatch.undo()
+    _wait_for_the_end(before["threads"], before["child processes"])
+    assert not _threads() - before["threads"], "The test left threads behind."
+    assert not _children() - before["child processes"], "The test left child processes behind."
     after = {
         "knobs": read_knobs(),
         "environment": _environment(),
-        "threads": _threads(),
-        "child processes": _children(),
         "signal handlers": {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)},
     }
-    for what in ("threads", "child processes"):
-        assert not after[what] - before[what], f"The test left {what} behind."
     for what in ("knobs", "environment", "signal handlers"):
         assert after[what] == before[what], f"The test changed {what}."
     assert set(rootdir.iterdir()) <= files, "The test wrote into the project's folder."
