@@ -30,7 +30,7 @@ logged and what a running epoch has in hand (2.5.0 - 2.6.6)."""
 
 def callbacks(trainer: Trainer) -> list[Callback]:
     """Return the trainer's list of callbacks: public, but set by a connector and not declared."""
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # see above
     return found
 
 

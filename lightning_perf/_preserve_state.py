@@ -115,7 +115,7 @@ def preserve_rng() -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.callback(torch.set_rng_state, torch.get_rng_state())
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
             for generator in torch.cuda.default_generators:
                 stack.callback(generator.set_state, generator.get_state())
         if torch.backends.mps.is_available():

@@ -40,7 +40,7 @@ def short_last_batch(loader: DataLoader[Any]) -> int:
     if not isinstance(batches, BatchSampler) or batches.drop_last:
         return 0
     try:
-        samples = len(batches.sampler)  # type: ignore[arg-type]
+        samples = len(batches.sampler)  # type: ignore[arg-type]  # may lack it
     except TypeError:  # a sampler without a length
         return 0
     return samples % batches.batch_size
