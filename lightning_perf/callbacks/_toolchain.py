@@ -38,8 +38,6 @@ def what_inductor_lacks(
         which: Finds a program.
         headers: Folder of Python's C headers, by default that of this Python.
     """
-    if device.type == "mps":
-        return "TorchInductor's support of MPS is a prototype. Give regions to compile anyway."
     if device.type == "cuda":
         return _what_triton_lacks(device)
     if device.type != "cpu":

@@ -795,3 +795,10 @@ def test_two_ranks_learn_the_same_also_with_small_buckets(tmp_path: Path) -> Non
     text = run_ranks(_TWO_RANKS, tmp_path, environ={"OMP_NUM_THREADS": "1"})
     assert text.count("same 0") == 2
     assert read_knobs() == before
+
+
+def test_naming_regions_is_a_way_out_on_mps() -> None:
+    mps = torch.device("mps")
+    assert "Name `regions`" in (Compile()._not_worth_it(mps, {}) or "")
+    assert Compile(["net"])._not_worth_it(mps, {}) is None
+    assert what_inductor_lacks(mps) is None
