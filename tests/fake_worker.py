@@ -3,6 +3,7 @@
 The variant's environment holds the script, as JSON in FAKE:
 
     steps      step time for each launch, the last one for all further launches
+    jitter     share by which the step times of a turn may differ from that
     batch_size, threads, device, precision, faults, inexact   what it reports about itself
     losses     what its learning record holds
     at, does   when to misbehave (begin, fit, turn, learn, stop) and how (raise, exit, kill, hang,
@@ -12,6 +13,7 @@ The variant's environment holds the script, as JSON in FAKE:
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,18 +25,21 @@ SCRIPT = json.loads(os.environ["FAKE"])
 
 def main() -> None:
     note_processes()
-    launch = 0
+    launch, chance = 0, random.Random()
     for line in sys.stdin:
         command = json.loads(line)
         misbehave(command["do"])
         if command["do"] == "begin":
-            launch = int(Path(command["folder"]).name.split("-")[1])
+            name = Path(command["folder"]).name
+            launch = int(name.split("-")[1])
+            chance.seed(name)
             answer(event="imported")
         elif command["do"] == "fit":
             answer(event="ready", device=get("device", "cpu"), batch_size=get("batch_size", 32))
         elif command["do"] == "turn":
             steps = get("steps", [0.001])
-            times = [steps[min(launch, len(steps)) - 1]] * command["steps"]
+            change = 1 + get("jitter", 0.0) * chance.uniform(-1, 1)
+            times = [steps[min(launch, len(steps)) - 1] * change] * command["steps"]
             answer(
                 event="turn",
                 times=times,

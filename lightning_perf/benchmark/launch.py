@@ -10,22 +10,29 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from lightning_perf.benchmark.process import Message, Worker, busy_seconds, cpus
-from lightning_perf.benchmark.statistics import hodges_lehmann, turn_value
+from lightning_perf.benchmark.statistics import hodges_lehmann, standard_error, turn_value
 
 KEYS = ("a", "b")
-PAIRS = 12
-FEWEST_PAIRS = 6
+BLOCKS = 12
+FEWEST_BLOCKS = 6
+SHARP = 0.01
+"""Standard error below which more turns of a launch are useless: launches differ by as much."""
 LAUNCH_SECONDS = 30.0
-"""Longest time for the turns of one launch; slow models get fewer pairs, whose turns are longer."""
+"""Longest time for the turns of one launch, on a restless machine or with a slow model."""
 
 _START_TIMEOUT = 900.0  # imports, set-up, and the first step with all its compiling
 _TURN_PATIENCE = 60.0
 _WARM_UP_TURNS = 8
 _WARM_UP_SECONDS = 0.3
+_SAMPLE_SECONDS = 0.2
 _SETTLED = 0.1
-_TURN_SECONDS = 0.2  # shorter turns lose to the cold start, longer ones to drift
-_SLOW_TURN_SECONDS = 1.0
-_FEW_STEPS, _MANY_STEPS = 4, 20
+# Shorter turns lose to the cold start, longer ones to a machine whose speed changes: a neighbour on
+# the same physical core comes and goes within tenths of a second.
+_TURN_SECONDS = 0.03
+_FEWEST_STEPS = 3
+_COLD_SECONDS = 0.02  # what the other process pushed out of the caches is back after so long
+_COLD_STEPS = 3
+_BLOCK_SECONDS = 0.4  # the kernel counts busy time in ticks of 10 ms
 _WINDOW = 5
 _TOLERATED = 0.1  # share of the CPUs that others may take beyond those that nobody needs
 _QUIET_WAIT = 3.0
@@ -34,11 +41,12 @@ _QUIET_WAITS = 20.0
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """How many steps a turn has, and which of them count."""
+    """How many steps a turn has, which of them count, and how many pairs of turns make a block."""
 
     steps: int
     discard: int
     window: int
+    pairs: int = 1
 
 
 @dataclass
@@ -53,13 +61,13 @@ class Turn:
     seconds: float
     gap: float
     """Time between the end of a step and the start of the next, summed over the turn."""
-    cpu_seconds: float
-    foreign_share: float
     faults: int
     switches: int
     compiled: bool
     counts: bool
-    """Whether this turn is undisturbed; a pair counts if both its turns are."""
+    """Whether this turn and its block are undisturbed; a pair counts if both its turns are."""
+    foreign_share: float = 0.0
+    """Share of the CPUs that other programs took during the block."""
 
 
 @dataclass
@@ -84,7 +92,7 @@ class Outcome:
     fastest_log_ratios: list[float] = field(default_factory=list)
     starts: dict[str, Start] = field(default_factory=dict)
     descriptions: dict[str, Message] = field(default_factory=dict)
-    plan: TurnPlan = field(default_factory=lambda: TurnPlan(_FEW_STEPS, 1, 1))
+    plan: TurnPlan = TurnPlan(_FEWEST_STEPS + 1, 1, 1)
     enough: bool = False
     frozen: bool = True
 
@@ -103,14 +111,15 @@ def plan_turns(step_a: float, step_b: float, *, accumulate: int, prefetched: int
         accumulate: Batches per optimizer step; a window holds whole optimizer steps.
         prefetched: Batches that may lie ready when a turn begins, and cost nothing.
     """
-    fast, slow = sorted((step_a, step_b))
-    steps = max(_FEW_STEPS, min(_MANY_STEPS, round(_SLOW_TURN_SECONDS / slow)))
-    steps = max(steps, math.ceil(_TURN_SECONDS / fast))
-    few = steps < _MANY_STEPS
-    discard = max(1 if few else 3, prefetched + 1 if prefetched else 0)
-    window = accumulate if few else accumulate * math.ceil(_WINDOW / accumulate)
-    counted = max(steps - min(discard, 3), window if few else 3 * window)
-    return TurnPlan(discard + math.ceil(counted / window) * window, discard, window)
+    fast = min(step_a, step_b)
+    counted = max(_FEWEST_STEPS, math.ceil(_TURN_SECONDS / fast))
+    discard = _COLD_STEPS if fast < _COLD_SECONDS else 1
+    if prefetched:
+        discard = max(discard, prefetched + 1)
+    many = counted >= 3 * _WINDOW
+    window = accumulate * math.ceil(_WINDOW / accumulate) if many else accumulate
+    steps = discard + math.ceil(counted / window) * window
+    return TurnPlan(steps, discard, window, math.ceil(_BLOCK_SECONDS / (steps * (step_a + step_b))))
 
 
 class Launch:
@@ -188,19 +197,22 @@ class Launch:
             )
 
     def measure(self, seconds: float) -> None:
-        """Let the two take turns for about ``seconds``, twice that if others disturb them."""
-        expected = self.outcome.plan.steps * sum(
-            start.step_seconds for start in self.outcome.starts.values()
-        )
-        pairs = max(FEWEST_PAIRS, min(PAIRS, int(seconds / expected)))
-        began, number = time.monotonic(), 0
-        while len(self.outcome.log_ratios) < pairs:
-            number += 1
-            self._tell("measuring", number)
-            self._pair(number)
-            if number == 2 * pairs or time.monotonic() - began > 2 * pairs * expected:
+        """Let the two take turns until the ratio is sharp or ``seconds`` are over.
+
+        Slow models get the fewest blocks anyway, and disturbed ones have twice the time.
+        """
+        plan, log_ratios = self.outcome.plan, self.outcome.log_ratios
+        steps_s = sum(start.step_seconds for start in self.outcome.starts.values())
+        most = max(FEWEST_BLOCKS, int(seconds / (plan.pairs * plan.steps * steps_s)))
+        limit = 2 * max(seconds, most * plan.pairs * plan.steps * steps_s)
+        began, tried, good = time.monotonic(), 0, 0
+        while good < most and tried < 2 * most:
+            tried += 1
+            good += self._block()
+            sharp = good >= BLOCKS and standard_error(log_ratios) < SHARP
+            if sharp or time.monotonic() - began > limit:
                 break
-        self.outcome.enough = 3 * len(self.outcome.log_ratios) >= 2 * pairs
+        self.outcome.enough = good >= FEWEST_BLOCKS and 2 * good > tried
         self.describe()
 
     def _plan(self) -> TurnPlan:
@@ -209,7 +221,7 @@ class Launch:
             start = self.outcome.starts[key]
             for _ in range(2):
                 self._wait_until_quiet()
-                steps = max(2, min(200, math.ceil(_TURN_SECONDS / start.step_seconds)))
+                steps = max(2, min(200, math.ceil(_SAMPLE_SECONDS / start.step_seconds)))
                 report = self._run(worker, steps, _START_TIMEOUT, "warming up")
                 start.step_seconds = min(start.step_seconds, fmean(report["times"]))
         descriptions = self.outcome.descriptions.values()
@@ -219,29 +231,29 @@ class Launch:
             prefetched=0 if self.outcome.frozen else max(d["prefetched"] for d in descriptions),
         )
 
-    def _pair(self, number: int) -> None:
+    def _block(self) -> bool:
+        """Run some pairs, one after the other; return whether any of them counts."""
         self._wait_until_quiet()
+        plan, log_ratios = self.outcome.plan, self.outcome.log_ratios
+        done, first = len(log_ratios), len(self.outcome.turns) // 2 + 1
+        busy, cpu, began = busy_seconds(), self._cpu_seconds(), time.monotonic()
+        pairs = [self._pair(number) for number in range(first, first + plan.pairs)]
+        available = (time.monotonic() - began) * len(cpus())
+        cpu, busy = self._cpu_seconds() - cpu, busy_seconds() - busy
+        foreign = max(0.0, (busy - cpu) / available)
+        for pair in pairs:
+            self._keep(pair, foreign)
+        return len(log_ratios) > done
+
+    def _pair(self, number: int) -> dict[str, Turn]:
+        self._tell("measuring", number)
         order = self._random.sample(KEYS, 2)
-        turns = {key: self._turn(key, number, first=key == order[0]) for key in order}
-        self.outcome.turns += turns.values()
-        if all(turn.counts for turn in turns.values()):
-            plan = self.outcome.plan
-            a, b = (
-                turn_value(turns[key].times, discard=plan.discard, window=plan.window)
-                for key in KEYS
-            )
-            self.outcome.log_ratios.append(math.log(a / b))
-            fastest_a, fastest_b = (min(turns[key].times[plan.discard :]) for key in KEYS)
-            self.outcome.fastest_log_ratios.append(math.log(fastest_a / fastest_b))
+        return {key: self._turn(key, number, first=key == order[0]) for key in order}
 
     def _turn(self, key: str, pair: int, *, first: bool) -> Turn:
         plan, start = self.outcome.plan, self.outcome.starts[key]
-        busy, cpu, began = busy_seconds(), self._cpu_seconds(), time.monotonic()
         expected = plan.steps * start.step_seconds
         report = self._run(self.workers[key], plan.steps, 5 * expected + 1, "training")
-        seconds = time.monotonic() - began
-        cpu, busy = self._cpu_seconds() - cpu, busy_seconds() - busy
-        foreign = max(0.0, (busy - cpu) / (seconds * len(cpus())))
         compiled = report["graphs"] != start.graphs
         start.graphs = report["graphs"]
         return Turn(
@@ -252,23 +264,35 @@ class Launch:
             report["times"],
             report["seconds"],
             report["gap"],
-            round(cpu, 3),
-            round(foreign, 3),
             report["faults"],
             report["switches"],
             compiled,
-            counts=foreign <= self._spare_share() + _TOLERATED
-            and not compiled
-            and len(report["times"]) == plan.steps,
+            counts=not compiled and len(report["times"]) == plan.steps,
         )
+
+    def _keep(self, pair: dict[str, Turn], foreign_share: float) -> None:
+        for turn in pair.values():
+            turn.foreign_share = round(foreign_share, 3)
+            turn.counts &= foreign_share <= self._spare_share() + _TOLERATED
+        self.outcome.turns += pair.values()
+        if all(turn.counts for turn in pair.values()):
+            plan = self.outcome.plan
+            a, b = (
+                turn_value(pair[key].times, discard=plan.discard, window=plan.window)
+                for key in KEYS
+            )
+            self.outcome.log_ratios.append(math.log(a / b))
+            fastest_a, fastest_b = (min(pair[key].times[plan.discard :]) for key in KEYS)
+            self.outcome.fastest_log_ratios.append(math.log(fastest_a / fastest_b))
 
     def _run(self, worker: Worker, steps: int, cap: float, phase: str) -> Message:
         command = {"do": "turn", "steps": steps, "cap": cap}
         return worker.ask(command, timeout=2 * cap + _TURN_PATIENCE, phase=phase)
 
     def _cpu_seconds(self) -> float:
+        """Return what this comparison itself has worked."""
         # Finding children takes longer than some turns.
-        return sum(
+        return time.process_time() + sum(
             worker.cpu_seconds(children=self.outcome.descriptions[key]["loader_workers"] > 0)
             for key, worker in self.workers.items()
         )

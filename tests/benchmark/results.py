@@ -10,6 +10,7 @@ from typing import Any
 from lightning_perf.benchmark.launch import Turn
 from lightning_perf.benchmark.learning import LearningVerdict
 from lightning_perf.benchmark.result import Result
+from lightning_perf.benchmark.variant import Variant
 
 
 def result(**changes: Any) -> Result:
@@ -65,26 +66,77 @@ def result(**changes: Any) -> Result:
             {"item": "ChannelsLast", "active": True, "text": "20 convolutions"},
             {"item": "Compile", "active": False, "text": "brings nothing here " * 8},
         ],
-        "environment_a": {"precision": "32-true", "threads": 2},
-        "environment_b": {"precision": "bf16-mixed", "threads": 2},
-        "environment_difference": {},
+        "environment_a": environment("32-true"),
+        "environment_b": environment("bf16-mixed"),
+        "environment_difference": {"precision": ["32-true", "bf16-mixed"]},
         "seed": 0,
         "budget_s": 120.0,
         "seconds": 64.0,
         "created": "2030-01-01T12:00:00+00:00",
         "warnings": ["Thread counts differ: 1 in A, 2 in B."],
         "turns": turns(),
+        "task": "train.py:make",
+        "variant_a": variant("none", preset=None),
+        "variant_b": variant("cpu", preset="cpu"),
     }
     return Result(**fields | changes)
 
 
-def turns(launches: int = 1, pairs: int = 12) -> list[dict[str, Any]]:
+BUSY: dict[str, Any] = {
+    "speedup": None,
+    "interval": None,
+    "verdict": "machine busy: 38% of the CPU was used by others; no number can be given",
+    "stop_reason": "machine busy",
+    "launches": 0,
+    "pairs": 0,
+    "launch_speedups": [],
+    "speedup_of_minimum": None,
+    "step_seconds_a": None,
+    "step_seconds_b": None,
+    "samples_per_s_a": None,
+    "samples_per_s_b": None,
+    "compile_seconds_a": None,
+    "compile_seconds_b": None,
+    "data_wait_a": None,
+    "data_wait_b": None,
+}
+"""What is different when there is no number."""
+
+
+def variant(name: str, preset: str | None, **sections: Any) -> dict[str, Any]:
+    """Return one side as a result holds it."""
+    return asdict(Variant(name, preset=preset, **sections))
+
+
+def environment(precision: str) -> dict[str, Any]:
+    """Return what a variant ran in."""
+    return {
+        "versions": {"python": "3.12.1", "torch": "2.9.0", "lightning": "2.6.0"},
+        "system": "Linux-6.1-x86_64-with-glibc2.36",
+        "hardware": {
+            "device": "cpu",
+            "device_name": "Some CPU",
+            "capability": None,
+            "isa": ["avx", "avx2", "fma"],
+            "cpu_name": "Some CPU",
+            "cores": 8,
+            "memory": 32 * 2**30,
+        },
+        "device": "cpu",
+        "precision": precision,
+        "threads": 2,
+        "knobs": {"cudnn_benchmark": False},
+        "variables": {"TORCHINDUCTOR_CACHE_DIR": f"/somewhere/{precision}"},
+    }
+
+
+def turns(launches: int = 1, pairs: int = 12, steps: int = 23) -> list[dict[str, Any]]:
     """Return noisy turns with a stall now and then; in each launch one pair does not count."""
     noise = random.Random(0)
 
     def turn(launch: int, pair: int, key: str) -> dict[str, Any]:
         step = {"a": 0.050, "b": 0.040}[key] * noise.lognormvariate(0, 0.01)
-        times = [step * noise.lognormvariate(0, 0.03) for _ in range(23)]
+        times = [step * noise.lognormvariate(0, 0.03) for _ in range(steps)]
         times[7] *= noise.choice([1, 1, 1, 3])
         return asdict(
             Turn(
@@ -95,7 +147,6 @@ def turns(launches: int = 1, pairs: int = 12) -> list[dict[str, Any]]:
                 times=times,
                 seconds=sum(times),
                 gap=0.01,
-                cpu_seconds=1.0,
                 foreign_share=0.0,
                 faults=40,
                 switches=0,

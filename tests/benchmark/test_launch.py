@@ -6,11 +6,11 @@ from lightning_perf.benchmark.launch import TurnPlan, plan_turns
 @pytest.mark.parametrize(
     ("step_a", "step_b", "plan"),
     [
-        (0.001, 0.001, TurnPlan(203, 3, 5)),
-        (0.0014, 0.001, TurnPlan(203, 3, 5)),
-        (0.005, 0.005, TurnPlan(43, 3, 5)),
-        (0.05, 0.05, TurnPlan(23, 3, 5)),
-        (0.2, 0.2, TurnPlan(5, 1, 1)),
+        (0.001, 0.001, TurnPlan(33, 3, 5, pairs=7)),
+        (0.0014, 0.001, TurnPlan(33, 3, 5, pairs=6)),
+        (0.005, 0.005, TurnPlan(9, 3, 1, pairs=5)),
+        (0.02, 0.05, TurnPlan(4, 1, 1, pairs=2)),
+        (0.2, 0.2, TurnPlan(4, 1, 1)),
         (0.65, 1.4, TurnPlan(4, 1, 1)),
         (30.0, 20.0, TurnPlan(4, 1, 1)),
     ],
