@@ -1,4 +1,4 @@
-"""Measures the presets and their items on two networks and writes docs/results.
+"""Measures the presets and their items and writes docs/results.
 
     python benchmarks/measure.py --budget 600              # everything this machine can do
     python benchmarks/measure.py resnet50:cpu vit:Compile  # only these
@@ -21,6 +21,7 @@ from lightning_perf.benchmark import Result, Variant, compare
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"
 TASKS = ("resnet50", "vit")
+CONVOLUTIONS = ("mobilenet", "resnext")  # depthwise-separable, and grouped
 ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
 
@@ -53,6 +54,8 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
         # Against the preset, with what the preset does on this network.
         options = {"bf16": bf16, "channels_last": task == "resnet50", "fused": True}
         yield task, preset, hand_written(**options)
+    for task in CONVOLUTIONS:
+        yield task, "none", item("ChannelsLast")
 
 
 def name_of(variant: str | Variant) -> str:

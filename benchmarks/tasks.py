@@ -93,6 +93,18 @@ def resnet50() -> tuple[LightningModule, DataLoader[Any]]:
     return ImageClassifier(net, torch.optim.SGD, lr=0.01, momentum=0.9), images(160, 16)
 
 
+def mobilenet() -> tuple[LightningModule, DataLoader[Any]]:
+    """MobileNetV2, whose convolutions are depthwise-separable, batch 16, 96x96."""
+    net = models.mobilenet_v2(num_classes=10)
+    return ImageClassifier(net, torch.optim.SGD, lr=0.01, momentum=0.9), images(96, 16)
+
+
+def resnext() -> tuple[LightningModule, DataLoader[Any]]:
+    """ResNeXt-50 32x4d, whose convolutions are grouped, batch 8, 96x96."""
+    net = models.resnext50_32x4d(num_classes=10)
+    return ImageClassifier(net, torch.optim.SGD, lr=0.01, momentum=0.9), images(96, 8)
+
+
 def vit() -> tuple[LightningModule, DataLoader[Any]]:
     """A small vision transformer, batch 16, 128x128."""
     net = models.VisionTransformer(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import lightning_perf
 from lightning_perf.benchmark import statistics
-from lightning_perf.benchmark.launch import KEYS, LAUNCH_SECONDS, Launch, Outcome
+from lightning_perf.benchmark.launch import KEYS, Launch, Outcome
 from lightning_perf.benchmark.process import Message, Worker
 from lightning_perf.benchmark.task import Task
 from lightning_perf.benchmark.variant import Variant
@@ -137,7 +137,7 @@ class Comparison:
     def _measuring_seconds(self, start_s: float) -> float:
         """Return how long the turns of this launch may take, to leave time for those to come."""
         to_come = 1 if self.quick else max(1, statistics.MIN_LAUNCHES - len(self.outcomes))
-        return min(LAUNCH_SECONDS, (self.remaining_s - (to_come - 1) * start_s) / to_come)
+        return (self.remaining_s - (to_come - 1) * start_s) / to_come
 
     @contextmanager
     def _workers(

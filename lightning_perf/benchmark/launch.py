@@ -201,6 +201,7 @@ class Launch:
 
         Slow models get the fewest blocks anyway, and disturbed ones have twice the time.
         """
+        seconds = min(seconds, LAUNCH_SECONDS)
         plan, log_ratios = self.outcome.plan, self.outcome.log_ratios
         steps_s = sum(start.step_seconds for start in self.outcome.starts.values())
         most = max(FEWEST_BLOCKS, int(seconds / (plan.pairs * plan.steps * steps_s)))
