@@ -17,12 +17,12 @@ from pathlib import Path
 from lightning_perf import presets
 from lightning_perf._hardware import detect
 from lightning_perf.benchmark import Result, Variant, compare
+from lightning_perf.benchmark.findings import RESULTS_HEADER, results_row
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"
 TASKS = ("resnet50", "vit")
 CONVOLUTIONS = ("mobilenet", "resnext")  # depthwise-separable, and grouped
-ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
 
 
@@ -62,37 +62,14 @@ def name_of(variant: str | Variant) -> str:
     return variant if isinstance(variant, str) else variant.name
 
 
-def row(path: Path) -> str:
-    """Return a result as a line of the table in docs/results/README.md."""
-    result = Result.load(path)
-    task = path.stem.split("_")[1]
-    hardware = result.environment_b["hardware"]
-    versions = result.environment_b["versions"]
-    if result.speedup is None or result.interval is None:
-        ratio = result.verdict
-    else:
-        low, high = result.interval
-        ratio = f"**{result.speedup:.3f}** ({low:.3f} to {high:.3f}, {result.level:.0%})"
-    learning = {True: "yes", False: "**no**", None: "not checked"}[result.losses_agree]
-    isa = next((flag for flag in ISA if flag in hardware["isa"]), "")
-    machine = f"{hardware['cpu_name']} ({isa}), {hardware['cores']} cores"
-    software = f"torch {versions['torch']}, lightning {versions['lightning']}"
-    return (
-        f"| {path.stem[:10]} | {task} | {result.a} | {result.b} | {ratio} | {result.launches} | "
-        f"{learning} | {machine} | {software} | [file]({path.name}) |"
-    )
-
-
 def write_table() -> None:
     page = RESULTS / "README.md"
     text, _, _ = page.read_text(encoding="utf-8").partition(MARK)
-    head = [
-        "| date | trained | A | B | speed-up of B (interval) | launches | learns the same "
-        "| machine | software | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    rows = [
+        results_row(Result.load(path), trained=path.stem.split("_")[1], link=path.name)
+        for path in sorted(RESULTS.glob("*.json"))
     ]
-    rows = [row(path) for path in sorted(RESULTS.glob("*.json"))]
-    page.write_text(text + "\n".join([MARK, "", *head, *rows]) + "\n", encoding="utf-8")
+    page.write_text(text + "\n".join([MARK, "", RESULTS_HEADER, *rows]) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,11 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     """Every turn as measured, so that the statistics can be redone."""
+    task: str = ""
+    """What was trained, as ``bench --config`` takes it; empty in older results."""
+    variant_a: dict[str, Any] = field(default_factory=dict)
+    """``name``, ``preset``, ``trainer`` and ``env`` of the `Variant`."""
+    variant_b: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON can hold it: flat keys, lists instead of tuples."""
@@ -131,10 +136,24 @@ class Result:
 
     @classmethod
     def load(cls, path: str | Path) -> Result:
-        """Read what `save` wrote."""
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        expected = {entry.name for entry in fields(cls)}
-        if not isinstance(record, dict) or set(record) != expected:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: The file holds something else.
+            FileNotFoundError: There is no such file.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        known = {entry.name for entry in fields(cls)}
+        needed = {
+            entry.name
+            for entry in fields(cls)
+            if entry.default is MISSING and entry.default_factory is MISSING
+        }
+        if not isinstance(record, dict) or not needed <= set(record) <= known:
             raise ValueError(f"{path} is not a result of this version of `lightning-perf bench`.")
         if record["interval"] is not None:
             record["interval"] = tuple(record["interval"])

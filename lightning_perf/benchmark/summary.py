@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_perf.benchmark import statistics
 from lightning_perf.benchmark.coordinator import BUSY, Comparison
 from lightning_perf.benchmark.launch import KEYS, Outcome, Start
 from lightning_perf.benchmark.result import Result
+from lightning_perf.benchmark.task import Task
 
 _SHORT_EPOCH = 50
 _MANY_FAULTS = 100
@@ -74,8 +76,19 @@ def summarize(comparison: Comparison) -> Result:
         created=comparison.created.isoformat(timespec="seconds"),
         warnings=_warnings(comparison, last, sides),
         turns=[asdict(turn) for turn in turns],
+        task=task_name(comparison.task),
+        variant_a=asdict(comparison.variants["a"]),
+        variant_b=asdict(comparison.variants["b"]),
         **sides,
     )
+
+
+def task_name(task: Task) -> str:
+    """Return what was trained as ``bench --config`` takes it, from the current folder."""
+    where = Path(task.where)
+    if where.is_relative_to(Path.cwd()):
+        where = where.relative_to(Path.cwd())
+    return where.as_posix() if task.function is None else f"{where.as_posix()}:{task.function}"
 
 
 def _estimate(good: Sequence[Outcome], values: Sequence[float]) -> statistics.Estimate | None:

@@ -1,50 +1,63 @@
 """The ``lightning-perf`` command: chooses the subcommand and reports errors in one line."""
 
 import argparse
+import difflib
+import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import lightning_perf
 
 COMMANDS = {
     "demo": "train a small network plainly and with the preset for this machine",
     "bench": "compare two variants of your own training run",
+    "report": "show a saved result again, as a table and as a page",
     "presets": "list, show and locate the presets",
 }
 EXAMPLES = """\
 examples:
-  lightning-perf demo
-  lightning-perf presets list
+  lightning-perf demo                   what it does, on real data, in minutes
+  lightning-perf presets list           the presets, and which one fits here
   lightning-perf bench --config train.yaml --a none --b auto
-  lightning-perf COMMAND --help
+  lightning-perf COMMAND --help         everything about one command
+
+Exit status: 0 done; 1 no clear answer, or the learning differs; 2 an error.
 """
+
+_INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
+_OUTPUT_CLOSED = 141  # likewise, of SIGPIPE
+_WRONG_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: The arguments; those of the process if None.
+        argv: The arguments; those of the process if None. Without any, the help is shown.
 
     Returns:
         The exit code: 0, what the subcommand says, or 2 after an error.
     """
-    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
-        return int(arguments.run(arguments))
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            # Here, because nobody can catch what goes wrong when the interpreter does it.
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
-        if arguments.debug:
-            raise
-        print(f"lightning-perf: error: {error}", file=sys.stderr)
-        return 2
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. What is left to write goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _OUTPUT_CLOSED
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; only the module of the chosen subcommand is imported."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightning-perf",
         description="Speed-ups for PyTorch Lightning, and the proof on your own model.",
         epilog=EXAMPLES,
@@ -60,7 +73,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             import_module(f"lightning_perf.cli.{name}").add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
-    return parser.parse_args(argv)
+    return parser.parse_args(argv or ["--help"])
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except BrokenPipeError:
+        raise
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        if arguments.debug:
+            raise
+        print(f"lightning-perf: error: {error}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the closest choice when a word is none of those it could be."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = _WRONG_CHOICE.search(message)
+        if wrong:
+            close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
+            message += f". Did you mean {close[0]!r}?" if close else ""
+        super().error(message)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_perf.benchmark import Progress, compare
+from lightning_perf.benchmark import Progress, Result, compare
+from lightning_perf.benchmark.pictures import require_matplotlib
+from lightning_perf.cli.report import new_folder, print_written, reported_failure, write_report
 
 EXAMPLES = """\
-examples:
-  lightning-perf bench --config train.yaml
-  lightning-perf bench --config train.yaml --b cpu_bf16 --json result.json
-  lightning-perf bench --config train.py:make --b mine.yaml --quick
-
-where train.yaml is a LightningCLI file with `model:` and `data:` as class_path,
-make() returns a LightningModule and its data, and mine.yaml holds any of
+TASK is a LightningCLI file with `model:` and `data:` as class_path, or a
+function that returns a LightningModule and its data. VARIANT is none for plain
+Lightning, a preset, auto for that of this machine, or a YAML file with any of
   preset: cpu_bf16
   trainer: {precision: bf16-mixed}
   env: {OMP_NUM_THREADS: 2}
+
+examples:
+  lightning-perf bench --config train.yaml
+  lightning-perf bench --config train.py:make --b mine.yaml --quick
+  lightning-perf bench --config train.yaml --b cpu_bf16 --report cpu_bf16_report
 
 The exit status is 0 if there is an answer, 1 if the machine was too busy to
 tell or the variants do not learn the same, 2 after an error.
@@ -36,19 +39,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="TASK",
-        help="what is trained: a LightningCLI file, or file.py:function, or module:function",
-    )
-    for key, default, text in (("a", "none", "baseline"), ("b", "auto", "what is compared")):
+    parser.add_argument("--config", required=True, metavar="TASK", help="what is trained")
+    for key, default, text in (("a", "none", "the baseline"), ("b", "auto", "what is compared")):
         parser.add_argument(
-            f"--{key}",
-            default=default,
-            metavar="VARIANT",
-            help=f"{text}: none for plain Lightning, a preset, auto, or a YAML file "
-            "(default: %(default)s)",
+            f"--{key}", default=default, metavar="VARIANT", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument(
         "--budget",
@@ -68,16 +62,41 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="optimizer steps over which the learning is compared, 0 for no check "
         "(default: %(default)s)",
     )
+    parser.add_argument(
+        "--validate", action="store_true", help="compare the metrics of a validation after them too"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="new file for the whole result")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="new folder for report.html and pictures; a number is added to a name that is taken",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print the table, and return the exit status."""
-    target: Path | None = arguments.json
-    if target is not None:
-        _require_writable(target)
+    from lightning_perf.benchmark.report import print_report
+
+    if arguments.json is not None:
+        _require_writable(arguments.json)
+    if arguments.report is None:
+        result = _compare(arguments)
+        print_report(result)
+    else:
+        require_matplotlib()
+        with new_folder(arguments.report) as folder:
+            with reported_failure(folder):
+                result = _compare(arguments)
+            print_report(result)
+            written = write_report(result, folder)
+        print_written(folder, written)
+    return 1 if result.speedup is None or result.losses_agree is False else 0
+
+
+def _compare(arguments: argparse.Namespace) -> Result:
     with shown_progress() as progress:
         result = compare(
             arguments.config,
@@ -86,17 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
             budget_s=arguments.budget,
             quick=arguments.quick,
             learning_steps=arguments.learning_steps,
+            validate=arguments.validate,
             seed=arguments.seed,
             progress=progress,
         )
-    if target is not None:
-        result.save(target)
-    from rich.console import Console
-
-    from lightning_perf.benchmark.report import table
-
-    Console().print(table(result))
-    return 1 if result.speedup is None or result.losses_agree is False else 0
+    if arguments.json is not None:
+        result.save(arguments.json)
+    return result
 
 
 @contextmanager

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning_perf.cli.report import new_folder, print_written, reported_failure, write_report
 
 if TYPE_CHECKING:
     from lightning_perf._hardware import Hardware
     from lightning_perf.benchmark import Result
 
 DESCRIPTION = """\
-Train torchvision's ResNet-18 on scikit-learn's handwritten digits twice: with plain Lightning and
-with the preset for this machine. Shows how much faster it became and whether it still learns the
-same, and writes a report, pictures and the preset into a new folder. Takes two to three minutes on
-two cores; a GPU is used if there is one.
+Train torchvision's ResNet-18 on scikit-learn's handwritten digits twice: with
+plain Lightning and with the preset for this machine. Shows how much faster it
+became and whether it still learns the same, and writes a report, pictures and
+the preset into a new folder. Takes two to three minutes on two cores; a GPU is
+used if there is one.
+"""
+EXAMPLES = """\
+examples:
+  lightning-perf demo
+  lightning-perf demo --output try_2 --budget 300
+  lightning-perf demo --quick-check      does everything work? In a minute
+
+Open DIR/report.html in a browser afterwards. The exit status is 0 if there is
+an answer, 1 if the machine was too busy to tell or the preset does not learn
+the same, 2 after an error.
 """
 NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
@@ -53,13 +64,18 @@ What next
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the command's parser."""
-    parser = subparsers.add_parser("demo", description=DESCRIPTION)
+    parser = subparsers.add_parser(
+        "demo",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("lightning_perf_demo"),
         metavar="DIR",
-        help="folder for report and pictures; if it is taken, a number is added to its name "
+        help="new folder for report and pictures; a number is added to a name that is taken "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -75,8 +91,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--steps",
         type=int,
-        help="optimizer steps after which losses and accuracy are compared; fewer are taken if "
-        "they would cost more than half of the budget (default: 40 on a CPU, 100 on a GPU)",
+        help="optimizer steps after which losses and accuracy are compared; fewer if they would "
+        "cost more than half of the budget (default: 40 on a CPU, 100 on a GPU)",
     )
     parser.add_argument(
         "--image-size", type=int, metavar="PIXELS", help="default: 48 on a CPU, 224 on a GPU"
@@ -96,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from lightning_perf import presets
     from lightning_perf._hardware import detect
-    from lightning_perf.benchmark.report import pictures, table
+    from lightning_perf.benchmark.report import print_report
 
     console = Console(highlight=False, soft_wrap=True)
     hardware = detect()
@@ -109,24 +125,20 @@ def run(arguments: argparse.Namespace) -> int:
         f"{batch_size}:\nplain Lightning against preset {preset}.\n{reason}.\n"
         f"{expectation(hardware)}"
     )
-    with _new_folder(arguments.output, overwrite=arguments.overwrite) as folder:
-        task = folder / "train.yaml"
+    with new_folder(arguments.output, overwrite=arguments.overwrite) as folder:
+        task, copy = folder / "train.yaml", folder / f"{preset}.yaml"
         task.write_text(_TASK.format(image_size=image_size, batch_size=batch_size), "utf-8")
-        budget_s = _CHECK_BUDGET if arguments.quick_check else arguments.budget
-        result = _compare(task, preset, budget_s, steps)
-        result.save(folder / "report.json", overwrite=arguments.overwrite)
-        drawn = pictures(result, folder)
-        copy = folder / f"{preset}.yaml"
         shutil.copyfile(presets.path(preset), copy)
-    console.print(table(result), soft_wrap=False)
-    console.print(f"\nWritten to {folder}", style="bold")
-    for name, meaning in {
-        "report.json": "all of the above, and every step as measured",
-        **{picture.name: "" for picture in drawn},
+        budget_s = _CHECK_BUDGET if arguments.quick_check else arguments.budget
+        with reported_failure(folder):
+            result = _compare(task, preset, budget_s, steps)
+        print_report(result)
+        written = write_report(result, folder)
+    mine = {
         copy.name: "the preset, to copy into your project",
         task.name: f"what was trained: lightning-perf bench --config {task}",
-    }.items():
-        console.print(f"  {name:<15} {meaning}".rstrip())
+    }
+    print_written(folder, written | mine)
     console.print(_NEXT.format(preset=copy.name), end="")
     return 1 if result.speedup is None or result.losses_agree is False else 0
 
@@ -180,20 +192,3 @@ def _require_packages() -> None:
         raise ImportError(
             f"The demo needs {' and '.join(missing)}. Run: pip install 'lightning-perf[demo]'"
         )
-
-
-@contextmanager
-def _new_folder(wanted: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Make a folder of that name, numbered if it is taken; remove it again after an error."""
-    folder, number = wanted, 1
-    while folder.exists() and not overwrite:
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}_{number}")
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield folder
-    except BaseException:
-        if made:
-            shutil.rmtree(folder)
-        raise

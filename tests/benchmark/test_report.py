@@ -1,35 +1,13 @@
 from __future__ import annotations
 
 import io
-import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.results import learning, result, turns
-from matplotlib.image import imread
+from benchmark.results import BUSY, result
 from rich.console import Console
 
-from lightning_perf.benchmark.report import pictures, table, verdict
-
-BUSY = {
-    "speedup": None,
-    "interval": None,
-    "verdict": "machine busy: 38% of the CPU was used by others; no number can be given",
-    "stop_reason": "machine busy",
-    "launches": 0,
-    "pairs": 0,
-    "speedup_of_minimum": None,
-    "step_seconds_a": None,
-    "step_seconds_b": None,
-    "samples_per_s_a": None,
-    "samples_per_s_b": None,
-    "compile_seconds_a": None,
-    "compile_seconds_b": None,
-    "data_wait_a": None,
-    "data_wait_b": None,
-}
+from lightning_perf.benchmark.report import print_report, table
 
 
 def text(width: int = 80, encoding: str = "utf-8", **changes: Any) -> str:
@@ -86,23 +64,34 @@ def test_the_table_fits_a_pipe(changes: dict[str, Any], encoding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agree", "shown", "said"),
+    ("agree", "shown"),
     [
-        (True, "Learns the same: yes", "it learns the same."),
-        (False, "Learns the same: NO", "BUT IT DOES NOT LEARN THE SAME."),
-        (None, "Learns the same: not known", "whether it learns the same is not known."),
+        (True, "Learns the same: yes"),
+        (False, "Learns the same: NO"),
+        (None, "Learns the same: not known"),
     ],
 )
-def test_learning_is_part_of_the_verdict(agree: bool | None, shown: str, said: str) -> None:
+def test_learning_has_a_line_of_its_own(agree: bool | None, shown: str) -> None:
     assert shown in text(losses_agree=agree)
-    assert verdict(result(losses_agree=agree)).endswith(f"; {said}")
 
 
-def test_the_verdict_is_one_sentence_on_speed_and_learning() -> None:
-    assert verdict(result()) == (
-        "cpu against none: 1.250x faster, 95% interval 1.210 to 1.291 (1 launch, stopped: quick "
-        "mode); it learns the same."
-    )
+def test_names_are_taken_as_they_are() -> None:
+    printed = text(b="mine[bold]", statuses_b=[{"item": "[x]", "active": True, "text": "[y]"}])
+    assert "B: mine[bold]" in printed
+    assert "[x]" in printed
+    assert "[y]" in printed
+
+
+def test_long_names_fit_too() -> None:
+    name = "a_name_that_somebody_chose_for_a_file_without_thinking_of_a_table_of_80_columns"
+    assert max(map(len, text(a=name, b=name).splitlines())) <= 80
+
+
+def test_a_pipe_gets_no_spaces_at_the_ends_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(result())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [line.rstrip() for line in lines]
+    assert len(lines) == len(text().splitlines())
 
 
 def test_a_busy_machine_gets_no_number() -> None:
@@ -132,45 +121,3 @@ def test_compile_time_is_paid_back_only_by_a_gain(changes: dict[str, Any], note:
 
 def test_memory_that_hardly_differs_is_the_same() -> None:
     assert rows(text(peak_memory_b=805 * 2**20))["peak memory"][-2:] == ["the", "same"]
-
-
-@pytest.mark.parametrize("launches", [1, 6])
-def test_pictures_are_drawn(launches: int) -> None:
-    drawn = pictures(result(turns=turns(launches)), Path.cwd())
-    assert [path.name for path in drawn] == ["step_times.png", "losses.png"]
-    for path in drawn:
-        image = imread(path)
-        assert min(image.shape[:2]) > 500
-        assert image[..., :3].std() > 0.05, "the picture is blank"
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"learning": None}, ["step_times.png"]),
-        ({"learning": asdict(learning(losses_a=[], losses_b=[]))}, ["step_times.png"]),
-        (BUSY | {"turns": []}, ["losses.png"]),
-        (BUSY, ["losses.png"]),
-    ],
-)
-def test_pictures_without_data_are_left_out(changes: dict[str, Any], names: list[str]) -> None:
-    assert [path.name for path in pictures(result(**changes), Path.cwd())] == names
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"identical": True, "allowed_max": None},
-        {"losses_a": [1.0], "losses_b": [1.0]},
-        {"losses_a": [0.0, 1.0, float("nan")], "losses_b": [0.5, float("inf")]},
-    ],
-)
-def test_odd_losses_are_drawn(changes: dict[str, Any]) -> None:
-    drawn = pictures(result(learning=asdict(learning(**changes))), Path.cwd())
-    assert [path.name for path in drawn] == ["step_times.png", "losses.png"]
-
-
-def test_without_matplotlib_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-perf\[demo\]'"):
-        pictures(result(), Path.cwd())

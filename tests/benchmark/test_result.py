@@ -3,6 +3,8 @@ import json
 import pytest
 
 from lightning_perf.benchmark import Result
+from lightning_perf.benchmark.summary import task_name
+from lightning_perf.benchmark.task import Task
 
 
 @pytest.fixture
@@ -50,7 +52,35 @@ def test_statistics_can_be_redone_from_the_turns(result):
     assert exp(hodges_lehmann(ratios)) == pytest.approx(result.speedup)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"speedup": 2}'])
+def test_the_result_says_what_was_compared(result):
+    assert result.task == "module:make"
+    assert (result.variant_a["name"], result.variant_b["name"]) == ("A", "B")
+    assert result.variant_a.keys() == {"name", "preset", "trainer", "env"}
+
+
+def test_a_result_of_an_older_version_is_read(result, tmp_path):
+    record = result.to_dict()
+    for name in ("task", "variant_a", "variant_b"):
+        del record[name]
+    (tmp_path / "old.json").write_text(json.dumps(record))
+    assert Result.load(tmp_path / "old.json").speedup == result.speedup
+
+
+@pytest.mark.parametrize(
+    ("where", "function", "name"),
+    [
+        ("train.yaml", None, "train.yaml"),
+        ("below/train.py", "make", "below/train.py:make"),
+        ("../train.py", "make", None),
+        ("a.module", "make", "a.module:make"),
+    ],
+)
+def test_what_was_trained_is_named_as_on_the_command_line(tmp_path, where, function, name):
+    path = where if where == "a.module" else str((tmp_path / where).resolve())
+    assert task_name(Task(path, function)) == (name or f"{path}:{function}")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"speedup": 2}', "# no JSON", "1"])
 def test_another_file_is_no_result(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_perf.benchmark import Progress, VariantFailed
 from lightning_perf.cli import bench
 from lightning_perf.cli.__main__ import main
+
+FILES = ["losses.png", "ratios.png", "report.html", "report.json", "row.md", "step_times.png"]
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @pytest.fixture
@@ -35,6 +43,7 @@ def test_passes_on_what_is_asked(compared, capsys):
         "quick": True,
         "seed": 3,
         "learning_steps": 5,
+        "validate": False,
     }
     assert capsys.readouterr().out.strip()
 
@@ -57,6 +66,42 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(compared, tmp_pat
     assert not compared
     assert (tmp_path / "precious.json").read_text() == "precious"
     assert "error" in capsys.readouterr().err
+
+
+def test_a_report_is_a_folder(compared, capsys):
+    assert main(["bench", "--config", "t.yaml", "--report", "out/mine"]) == 0
+    assert names("out/mine") == FILES
+    printed = capsys.readouterr().out
+    assert "Written to out/mine" in printed
+    assert printed.index("speed-up") < printed.index("Written to")
+    assert Path("out/mine/row.md").read_text().count("\n") == 3
+
+
+def test_a_report_does_not_touch_what_is_there(compared):
+    Path("mine").mkdir()
+    Path("mine/report.html").write_text("precious")
+    assert main(["bench", "--config", "t.yaml", "--report", "mine"]) == 0
+    assert Path("mine/report.html").read_text() == "precious"
+    assert "report.html" in names("mine_2")
+
+
+def test_without_matplotlib_a_report_fails_before_the_run(compared, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--config", "t.yaml", "--report", "mine"]) == 2
+    assert not compared
+    assert "pip install 'lightning-perf[demo]'" in capsys.readouterr().err
+    assert not Path("mine").exists()
+
+
+def test_the_report_of_a_failure_shows_the_traceback(monkeypatch, capsys):
+    def compare(*_, **__):
+        raise VariantFailed("B: mine", "training", "no good", "Traceback: line 7")
+
+    monkeypatch.setattr(bench, "compare", compare)
+    assert main(["bench", "--config", "t.yaml", "--report", "mine"]) == 2
+    assert names("mine") == ["report.html"]
+    assert "Traceback: line 7" in Path("mine/report.html").read_text()
+    assert "mine/report.html" in capsys.readouterr().err
 
 
 def test_a_failed_variant_is_shown_with_its_traceback(monkeypatch, capsys):
@@ -85,12 +130,6 @@ def test_bad_input_is_one_line(arguments, words, capsys):
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
-
-
-def test_help_has_an_example(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    assert "lightning-perf bench --config train.yaml --b cpu_bf16" in capsys.readouterr().out
 
 
 def test_progress_in_one_line():

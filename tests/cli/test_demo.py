@@ -16,12 +16,16 @@ from lightning.pytorch import Trainer
 
 from lightning_perf import presets
 from lightning_perf._hardware import Hardware, detect
+from lightning_perf.benchmark import VariantFailed
 from lightning_perf.benchmark.demo_task import DigitClassifier, Digits
 from lightning_perf.benchmark.task import load_task
 from lightning_perf.cli import demo
 from lightning_perf.cli.__main__ import main
 
-FILES = ["losses.png", "report.json", "step_times.png", "train.yaml"]
+FILES = [
+    *("losses.png", "ratios.png", "report.html", "report.json", "row.md", "step_times.png"),
+    "train.yaml",
+]
 
 
 class FakeCompare:
@@ -125,6 +129,25 @@ def test_after_an_error_no_folder_is_left(compare: FakeCompare, error: BaseExcep
     compare.error = error
     assert main(["demo"]) != 0
     assert names(".") == []
+
+
+def test_a_variant_that_fails_leaves_the_page_that_tells_why(compare: FakeCompare) -> None:
+    compare.error = VariantFailed("B: cpu", "training", "no good", "Traceback: line 7")
+    assert main(["demo"]) == 2
+    assert "Traceback: line 7" in Path("lightning_perf_demo/report.html").read_text()
+    assert "report.json" not in names("lightning_perf_demo")
+
+
+def test_what_was_measured_survives_a_mishap_with_the_page(
+    compare: FakeCompare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("lightning_perf.benchmark.page.page", fail)
+    assert main(["demo"]) == 2
+    report = json.loads(Path("lightning_perf_demo/report.json").read_text())
+    assert report["speedup"] == 1.25
 
 
 @pytest.mark.parametrize(
