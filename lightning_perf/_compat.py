@@ -42,6 +42,22 @@ def detects_anomalies(trainer: Trainer) -> bool:
     return bool(trainer._detect_anomaly)
 
 
+def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """Return the hyperparameters that Lightning will hand to the loggers.
+
+    Whether they were saved with ``logger=True`` is kept in ``_log_hyperparams`` only, and how those
+    of module and data module are put together in a private function (2.5.0 - 2.6.6).
+    """
+    sources = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
+    return {
+        name: value
+        for source in sources
+        if source is not None and source._log_hyperparams
+        for name, value in source.hparams_initial.items()
+        if name != "_class_path"  # LightningCLI's own
+    }
+
+
 def combined_loaders(trainer: Trainer) -> list[CombinedLoader]:
     """Return the `CombinedLoader` of every loop that has one already.
 

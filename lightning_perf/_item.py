@@ -84,6 +84,11 @@ class PerfCallback(Callback, ABC):
     """Trainer functions it is made for; in others it is not involved."""
 
     def __init__(self, *, strict: bool | None = None) -> None:
+        if strict not in (None, True, False):
+            raise ValueError(
+                f"strict={strict!r} was asked for; it is None to warn, True to raise, or False to "
+                "keep quiet."
+            )
         self.strict = strict
 
     def why_not(self, trainer: Trainer, module: LightningModule) -> str | None:
@@ -176,7 +181,7 @@ def _around_wrap(trainer: Trainer, run: _Run) -> Iterator[None]:
         wrap(trainer)
         for item in [item for item in run.items if item.moment == "after_wrap"]:
             _enter(run, item, trainer, module)
-        _require_agreement(run)
+        _require_agreement(trainer, run)
         _announce(trainer, run)
 
     with instance_attribute(trainer.strategy, "setup", setup):
@@ -212,11 +217,13 @@ def _close(trainer: Trainer) -> None:
         run.close()
 
 
-def _require_agreement(run: _Run) -> None:
-    """Refuse a run in which an item acts on some ranks only: it would hang or diverge later."""
+def _require_agreement(trainer: Trainer, run: _Run) -> None:
+    """Refuse a run in which ranks differ in preset or items: it would hang or diverge later."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
     mine = [(status.item, status.active) for status in run.statuses]
+    if preset := _preset_name(trainer):
+        mine.insert(0, (f"preset {preset}", True))  # "auto" may differ between machines
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     if any(theirs != ranks[0] for theirs in ranks):
@@ -239,15 +246,29 @@ def _announce(trainer: Trainer, run: _Run) -> None:
         lines.append(f"  {state}  {status.item:<{width}}  {status.text}".rstrip())
     rank_zero_info("\n".join(lines))
     # Lightning 2.5.0 has no such argument.
-    if trainer.state.fn != "fit" or not getattr(trainer, "enable_autolog_hparams", True):
-        return
-    hyperparameters = {
-        "lightning_perf/preset": preset or "none",
+    if trainer.state.fn == "fit" and getattr(trainer, "enable_autolog_hparams", True):
+        _log_items(trainer, run, preset or "none")
+
+
+def _log_items(trainer: Trainer, run: _Run, preset: str) -> None:
+    """Hand the items to the loggers, together with the hyperparameters of the run.
+
+    Lightning logs those by themselves a moment later, but TensorBoard shows one set, the first.
+    """
+    hyperparameters = _compat.hyperparameters(trainer) | {
+        "lightning_perf/preset": preset,
         "lightning_perf/active": ", ".join(s.item for s in run.statuses if s.active),
         "lightning_perf/skipped": ", ".join(s.item for s in run.statuses if not s.active),
     }
     for logger in trainer.loggers:
-        logger.log_hyperparams(hyperparameters)
+        try:
+            logger.log_hyperparams(hyperparameters)
+        except Exception as error:
+            # MLflow, for one, refuses another value for a name that a run has already.
+            rank_zero_warn(
+                f"lightning_perf: {type(logger).__name__} did not take the items as "
+                f"hyperparameters, and the run goes on: {error}"
+            )
 
 
 def _preset_name(trainer: Trainer) -> str | None:

@@ -80,7 +80,8 @@ class ChannelsLast(PerfCallback):
             _converted(strides),
             every_batch(trainer, convert),
         ):
-            yield f"{len(watch.names)} convolutions"
+            count = len(watch.names)
+            yield f"{count} convolution{'' if count == 1 else 's'}"
 
     def _say_fallen(self, fallen: list[str], total: int) -> None:
         self.say(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -107,26 +107,52 @@ class CudnnBenchmark(PerfCallback):
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str | None]:
         """Watch the batches of the run and turn the search on and off."""
-        census = ShapeCensus()
-        ranks = convolution_ranks(module)
+        with cudnn_benchmark(module, say=self.say) as watch, every_batch(trainer, watch):
+            yield f"from batch {ShapeCensus.batches} on, if shapes repeat"
 
-        def watch(batch: Any) -> Any:
-            if census.add(signature(batch, ranks)):
-                KNOBS["cudnn_benchmark"].write(census.on)
-                if not census.on:
-                    self.say(
-                        f"off again: {len(census.shapes)} distinct input shapes in {census.seen} "
-                        "batches, and each new one costs a search. Pad to a few sizes."
-                    )
-            elif census.seen == census.batches and not census.on:
-                self.say(
-                    f"stays off: {len(census.shapes)} distinct input shapes in the first "
-                    f"{census.seen} batches. Pad to a few sizes."
+
+@contextmanager
+def cudnn_benchmark(
+    model: nn.Module, *, say: Callable[[str], None] = lambda message: None
+) -> Iterator[Callable[[Any], Any]]:
+    """Let cuDNN search, for the length of a block, once the shapes of batches prove to repeat.
+
+    Args:
+        model: Any module; the ranks of its convolutions tell which tensors of a batch count.
+        say: Is told in one line when the search stays off or goes off again.
+
+    Yields:
+        A function to be called with each batch, which looks at it and returns it as it is.
+
+    Example:
+        >>> import torch
+        >>> from lightning_perf.callbacks.cudnn_benchmark import cudnn_benchmark
+        >>> with cudnn_benchmark(torch.nn.Conv2d(3, 8, 3)) as watch:
+        ...     for _ in range(10):
+        ...         batch = watch(torch.ones(2, 3, 8, 8))
+        ...     torch.backends.cudnn.benchmark
+        True
+    """
+    census = ShapeCensus()
+    ranks = convolution_ranks(model)
+
+    def watch(batch: Any) -> Any:
+        if census.add(signature(batch, ranks)):
+            KNOBS["cudnn_benchmark"].write(census.on)
+            if not census.on:
+                say(
+                    f"off again: {len(census.shapes)} distinct input shapes in {census.seen} "
+                    "batches, and each new one costs a search. Pad to a few sizes."
                 )
-            return batch
+        elif census.seen == census.batches and not census.on:
+            say(
+                f"stays off: {len(census.shapes)} distinct input shapes in the first "
+                f"{census.seen} batches. Pad to a few sizes."
+            )
+        return batch
 
-        with knobs(cudnn_benchmark=False), every_batch(trainer, watch):
-            yield f"from batch {census.batches} on, if shapes repeat"
+    with knobs(cudnn_benchmark=False):
+        yield watch
 
 
 def device_kind(trainer: Trainer) -> str:

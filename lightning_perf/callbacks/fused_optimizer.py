@@ -95,7 +95,8 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
     State dicts taken inside the block are as without it, and ones loaded inside are switched too.
 
     Args:
-        optimizer: One of torch's own, with its parameters on the device where they are trained.
+        optimizer: One of torch's own, with its parameters on the device where they are trained;
+            or the wrapper that Lightning Fabric has put around it.
 
     Raises:
         ValueError: If no param group can be switched; the message says why.
@@ -110,6 +111,7 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
         >>> optimizer.param_groups[0]["fused"] is None
         True
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # what Fabric's wrapper holds
     choices = plan(optimizer, frozenset())
     if not any(choice.flag for choice in choices):
         raise ValueError(

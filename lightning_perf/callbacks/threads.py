@@ -95,6 +95,31 @@ def decided_elsewhere(
     return None
 
 
+@contextmanager
+def threads(intra_op: int | str = "auto", *, loader_workers: int = 0) -> Iterator[int]:
+    """Set the intra-op threads of this process for a block, and yield their number.
+
+    Where processes belong to a group, enter it on all ranks: they ask each other who shares cores.
+
+    Args:
+        intra_op: ``"auto"`` for this process's share of the cores, unless the user or a launcher
+            has decided; or the number of threads.
+        loader_workers: Loader workers of this process that compete with it for the CPU.
+
+    Raises:
+        ValueError: ``intra_op`` is neither ``"auto"`` nor a positive integer.
+
+    Example:
+        >>> with threads(1):
+        ...     torch.get_num_threads()
+        1
+    """
+    _require_valid(intra_op)
+    number = intra_op if isinstance(intra_op, int) else _fitting(loader_workers)
+    with knobs(intra_op_threads=number):
+        yield number
+
+
 class Threads(PerfCallback):
     """Sets the intra-op threads of each process to its share of the cores it may use.
 
@@ -123,11 +148,7 @@ class Threads(PerfCallback):
     exact: ClassVar[bool] = False
 
     def __init__(self, intra_op: int | str = "auto", *, strict: bool | None = None) -> None:
-        is_number = isinstance(intra_op, int) and not isinstance(intra_op, bool)
-        if intra_op != "auto" and not (is_number and int(intra_op) >= 1):
-            raise ValueError(
-                f"intra_op={intra_op!r} was asked for; it is 'auto' or the number of threads."
-            )
+        _require_valid(intra_op)
         super().__init__(strict=strict)
         self.intra_op = intra_op
 
@@ -162,7 +183,8 @@ class Threads(PerfCallback):
             fewer = intra_op_threads(hardware, ranks, loader.num_workers)
             if fewer < torch.get_num_threads():
                 torch.set_num_threads(fewer)
-                self.say(f"{_threads(fewer)}: {loader.num_workers} loader workers need cores too.")
+                workers = "worker" if loader.num_workers == 1 else "workers"
+                self.say(f"{_threads(fewer)}, because of {loader.num_workers} loader {workers}.")
 
         with ExitStack() as stack:
             stack.enter_context(knobs(intra_op_threads=threads))
@@ -179,6 +201,22 @@ class Threads(PerfCallback):
             # Workers then compete with a process that mostly waits for its device.
             return threads, threads
         return threads, intra_op_threads(hardware, ranks, loader_workers=hardware.logical_cpus)
+
+
+def _require_valid(intra_op: int | str) -> None:
+    is_number = isinstance(intra_op, int) and not isinstance(intra_op, bool)
+    if intra_op != "auto" and not (is_number and int(intra_op) >= 1):
+        raise ValueError(
+            f"intra_op={intra_op!r} was asked for; it is 'auto' or the number of threads."
+        )
+
+
+def _fitting(loader_workers: int) -> int:
+    """Return the threads that ``"auto"`` stands for outside a Trainer."""
+    hardware, ranks = detect(), _sharing_ranks()
+    if decided_elsewhere(os.environ, hardware, ranks):
+        return torch.get_num_threads()
+    return intra_op_threads(hardware, ranks, loader_workers)
 
 
 def _sharing_ranks() -> int:

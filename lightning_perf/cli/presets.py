@@ -13,6 +13,21 @@ examples:
 
 NAME is a preset, an alias such as hopper, or auto: the one for this machine.
 """
+LIST_EXAMPLES = """\
+examples:
+  lightning-perf presets list
+"""
+SHOW_EXAMPLES = """\
+examples:
+  lightning-perf presets show auto
+  lightning-perf presets show cuda_bf16 > my_preset.yaml
+"""
+PATH_EXAMPLES = """\
+examples:
+  lightning-perf presets path hopper
+  python train.py fit --config "$(lightning-perf presets path auto)" \\
+      --config mine.yaml
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -23,16 +38,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="all presets, and which one fits this machine")
-    listing.set_defaults(run=_list)
-    for name, run, text in (
-        ("show", _show, "print the file of a preset"),
-        ("path", _path, "print where the file of a preset is"),
+    parser.set_defaults(run=lambda _: parser.print_help())
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    for name, run, text, examples in (
+        ("list", _list, "list all presets, and which one fits this machine", LIST_EXAMPLES),
+        ("show", _show, "print the file of a preset", SHOW_EXAMPLES),
+        ("path", _path, "print where the file of a preset is", PATH_EXAMPLES),
     ):
-        action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        action.add_argument("name", metavar="NAME", help="preset, alias, or auto")
+        action = actions.add_parser(
+            name,
+            help=text,
+            description=f"{text.capitalize()}.",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         action.set_defaults(run=run)
+        if name != "list":
+            action.add_argument(
+                "name", metavar="NAME", help="preset, alias such as hopper, or auto"
+            )
 
 
 def _list(arguments: argparse.Namespace) -> int:

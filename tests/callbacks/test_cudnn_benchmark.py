@@ -16,7 +16,12 @@ from lightning_perf._item import statuses
 from lightning_perf._knobs import knobs, read_knobs
 from lightning_perf.callbacks import CudnnBenchmark
 from lightning_perf.callbacks import cudnn_benchmark as stem
-from lightning_perf.callbacks.cudnn_benchmark import ShapeCensus, convolution_ranks, signature
+from lightning_perf.callbacks.cudnn_benchmark import (
+    ShapeCensus,
+    convolution_ranks,
+    cudnn_benchmark,
+    signature,
+)
 
 
 @pytest.fixture
@@ -108,6 +113,19 @@ def test_it_goes_off_again_when_new_shapes_keep_coming(caplog: pytest.LogCapture
     assert not any(on[17:])
     assert caplog.text.count("off again: 9 distinct input shapes in 18 batches") == 1
     assert torch.backends.cudnn.benchmark is False
+
+
+def test_the_function_works_without_a_trainer() -> None:
+    said: list[str] = []
+    before = read_knobs()
+    with cudnn_benchmark(nn.Conv2d(3, 8, 3), say=said.append) as watch:
+        on = []
+        for batch in batches([8] * 12 + list(range(9, 24))):
+            assert watch(batch) is batch
+            on.append(torch.backends.cudnn.benchmark)
+    assert on == [False] * 9 + [True] * 10 + [False] * 8
+    assert [line.partition(":")[0] for line in said] == ["off again"]
+    assert read_knobs() == before
 
 
 @pytest.mark.usefixtures("on_cuda")

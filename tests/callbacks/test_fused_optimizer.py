@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins import MixedPrecision
@@ -545,6 +546,15 @@ def test_the_function_switches_in_the_middle_of_training_and_back(
     train(two, item, 2, closure=closure)
     for mine, theirs in zip(item.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_function_takes_the_wrapper_of_fabric() -> None:
+    fabric, model = Fabric(accelerator="cpu", devices=1), mlp()
+    optimizer = Adam(model.parameters())
+    _, wrapper = fabric.setup(model, optimizer)
+    with fused(wrapper):
+        assert flags([optimizer]) == [(True, None)]
+    assert flags([optimizer]) == [(None, None)]
 
 
 def test_choosing_leaves_random_numbers_alone() -> None:

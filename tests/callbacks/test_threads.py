@@ -23,6 +23,7 @@ from lightning_perf.callbacks.threads import (
     bound_by,
     decided_elsewhere,
     intra_op_threads,
+    threads,
     users_choice,
 )
 
@@ -228,8 +229,11 @@ def test_more_threads_than_cores_are_warned_about(on) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "many", None, "2"])
 def test_wrong_numbers_are_explained(wrong) -> None:
-    with pytest.raises(ValueError, match=r"intra_op=.*'auto' or the number of threads"):
+    message = r"intra_op=.*'auto' or the number of threads"
+    with pytest.raises(ValueError, match=message):
         Threads(wrong)
+    with pytest.raises(ValueError, match=message), threads(wrong):
+        pytest.fail("The block must not run.")
 
 
 def test_loader_workers_lower_it_once_they_are_known(on, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,7 +243,7 @@ def test_loader_workers_lower_it_once_they_are_known(on, caplog: pytest.LogCaptu
         _, threads = fit(Threads(), workers=1)
         assert threads == 7
         assert torch.get_num_threads() == 8
-        assert "7 intra-op threads: 1 loader workers need cores too." in caplog.text
+        assert "7 intra-op threads, because of 1 loader worker." in caplog.text
         _, threads = fit(Threads(8, strict=False), workers=1)
         assert threads == 8, "a number is applied as it is"
 
@@ -254,6 +258,28 @@ def test_inter_op_threads_are_never_touched(on) -> None:
 
 def test_it_is_small_enough_for_a_spawn() -> None:
     assert vars(pickle.loads(pickle.dumps(Threads(3)))) == vars(Threads(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [({}, 4), ({"intra_op": 2}, 2), ({"loader_workers": 9}, 3), ({"intra_op": 8}, 8)],
+)
+def test_the_function_works_without_a_trainer(on, arguments: dict, number: int) -> None:
+    on(machine(4))
+    with knobs(intra_op_threads=1):
+        with threads(**arguments) as chosen:
+            assert chosen == torch.get_num_threads() == number
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "OMP_PROC_BIND"])
+def test_the_function_leaves_alone_what_was_decided(
+    on, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(machine(4))
+    monkeypatch.setenv(name, "2")
+    with knobs(intra_op_threads=1), threads() as chosen:
+        assert chosen == torch.get_num_threads() == 1
 
 
 # --- Two ranks ----------------------------------------------------------------------------------
