@@ -11,7 +11,7 @@ import pytest
 from benchmark.page_cases import CASES, failed, shown
 
 sync_api = pytest.importorskip(
-    "playwright.sync_api", reason="needs playwright: pip install 'lightning-perf[test]'"
+    "playwright.sync_api", reason="needs playwright: pip install 'lightning-perf[dev]'"
 )
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 

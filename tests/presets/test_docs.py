@@ -35,11 +35,6 @@ def test_python_runs(code: str) -> None:
     exec(compile(code, "docs/presets.md", "exec"), {})
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_is_a_trainer_section(text: str) -> None:
-    assert list(yaml.safe_load(text)) == ["trainer"]
-
-
 def test_the_table_of_presets() -> None:
     table = {row[0].strip("`"): row for row in rows("Which preset for my machine")[1:]}
     assert set(table) == {*presets.names(), "none"}
