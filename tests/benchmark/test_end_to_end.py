@@ -52,8 +52,9 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """A user's script; turns are short, and no time goes into waiting for a quiet machine."""
-    monkeypatch.setattr(launch, "BLOCKS", 3)
     monkeypatch.setattr(launch, "FEWEST_BLOCKS", 3)
+    monkeypatch.setattr(launch, "LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "_BLOCK_SECONDS", 0.001)
     monkeypatch.setattr(launch, "_QUIET_WAIT", 0.0)
     monkeypatch.setattr(launch, "_TURN_SECONDS", 0.02)
     path = tmp_path / "script.py"
