@@ -2,9 +2,10 @@
 
 import difflib
 import warnings
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 NONE = "none"  # plain Lightning
+T = TypeVar("T")
 
 
 class Metadata(NamedTuple):
@@ -134,33 +136,54 @@ def trainer_kwargs(name: str | None, /, **overrides: Any) -> dict[str, Any]:
     preset = resolve(name, hardware)
     if preset == NONE:
         if name == "auto":
-            _warn(f"No preset for this machine: {auto(hardware)[1]}. The Trainer stays as it is.")
+            _warn(no_preset(hardware))
         return overrides
-    settings: dict[str, Any] = yaml.safe_load(_file(preset).read_text(encoding="utf-8"))["trainer"]
+    settings = trainer_section(preset)
     asked = {key: value for key, value in settings.items() if key not in overrides}
-    if drawback := _check(preset, asked, hardware):
+    if drawback := check(preset, asked, hardware):
         _warn(drawback)
     callbacks = overrides.get("callbacks", [])
     if callbacks is not None:
         own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         items = [_build(entry) for entry in settings["callbacks"]]
-        kept = [item for item in items if not any(isinstance(user, type(item)) for user in own)]
-        overrides["callbacks"] = [*kept, *own]
+        overrides["callbacks"] = [*kept(items, own, type), *own]
     return settings | overrides
 
 
-def _file(preset: str) -> Path:
-    return Path(__file__).with_name(f"{preset}.yaml")
+def trainer_section(preset: str) -> dict[str, Any]:
+    """Returns the arguments for a Trainer as the file of a preset holds them."""
+    section: dict[str, Any] = yaml.safe_load(_file(preset).read_text(encoding="utf-8"))["trainer"]
+    return section
 
 
-def _build(entry: dict[str, Any]) -> "Callback":
-    module, _, name = entry["class_path"].rpartition(".")
-    callback: Callback = getattr(import_module(module), name)(**entry.get("init_args", {}))
-    return callback
+def kept(items: Sequence[T], own: Sequence[T], kind: Callable[[T], Any]) -> list[T]:
+    """Returns the items of a preset that none of the user's callbacks replaces.
+
+    Args:
+        items: What the preset has.
+        own: What the user has; one of the same class replaces an item.
+        kind: Returns the class of either.
+    """
+    kinds = [cls for cls in map(kind, own) if isinstance(cls, type)]
+    return [item for item in items if not any(issubclass(cls, kind(item)) for cls in kinds)]
 
 
-def _check(preset: str, settings: dict[str, Any], hardware: Hardware) -> str | None:
-    """Refuses what the hardware cannot do at all, and returns what it does badly."""
+def no_preset(hardware: Hardware) -> str:
+    """Returns what to say where ``auto`` stands for plain Lightning."""
+    return f"No preset for this machine: {auto(hardware)[1]}. The Trainer stays as it is."
+
+
+def check(preset: str, settings: dict[str, Any], hardware: Hardware) -> str | None:
+    """Refuses what the hardware cannot do at all, and returns what it does badly.
+
+    Args:
+        preset: Name of a preset.
+        settings: Its arguments for the Trainer, without those that the user has overridden.
+        hardware: Where they are to run.
+
+    Raises:
+        RuntimeError: The preset is for an accelerator that is not there.
+    """
     accelerator, precision = settings.get("accelerator", ""), settings.get("precision", "")
     if accelerator not in ("", "cpu", hardware.device):
         raise RuntimeError(
@@ -175,6 +198,15 @@ def _check(preset: str, settings: dict[str, Any], hardware: Hardware) -> str | N
         f"Preset {preset!r} computes in bfloat16, which {found} has no instructions for: it will "
         f"be emulated and slower than float32. Use 'auto', which is {auto(hardware)[0]!r} here."
     )
+
+
+def _file(preset: str) -> Path:
+    return Path(__file__).with_name(f"{preset}.yaml")
+
+
+def _build(entry: dict[str, Any]) -> "Callback":
+    callback: Callback = resolve_name(entry["class_path"])(**entry.get("init_args", {}))
+    return callback
 
 
 def _found(hardware: Hardware) -> str:

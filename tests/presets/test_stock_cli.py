@@ -38,8 +38,7 @@ class Model(Classifier):
     def train_dataloader(self) -> Any:
         return images()
 
-    def val_dataloader(self) -> Any:
-        return images()
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 class Mine(Callback):
@@ -69,16 +68,19 @@ def mine(tmp_path: Path) -> Path:
     return file
 
 
-def test_fit_and_reload_of_the_saved_config(monkeypatch: pytest.MonkeyPatch, mine: Path) -> None:
-    trainer = run(monkeypatch, "fit", "--config", presets.path("cpu"), "--config", mine)
+@pytest.mark.parametrize("name", ["cpu", "cpu_bf16"])
+def test_fit_and_reload_of_the_saved_config(
+    monkeypatch: pytest.MonkeyPatch, mine: Path, name: str
+) -> None:
+    trainer = run(monkeypatch, "fit", "--config", presets.path(name), "--config", mine)
     assert trainer.global_step == 2
-    assert own_types(trainer) == sorted(names_in("cpu"))
+    assert own_types(trainer) == sorted(names_in(name))
 
     saved = Path(trainer.log_dir) / "config.yaml"
     entries = yaml.safe_load(saved.read_text())["trainer"]["callbacks"]
     assert entries[0] == {
         "class_path": "lightning_perf.presets.Preset",
-        "init_args": {"name": "cpu"},
+        "init_args": {"name": name},
     }
     again = run(monkeypatch, "fit", "--config", saved)
     assert again.global_step == 2
@@ -86,9 +88,8 @@ def test_fit_and_reload_of_the_saved_config(monkeypatch: pytest.MonkeyPatch, min
     assert (Path(again.log_dir) / "config.yaml").read_text() == saved.read_text()
 
 
-@pytest.mark.parametrize("command", ["validate", "predict"])
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_other_subcommands(monkeypatch: pytest.MonkeyPatch, mine: Path, command: str) -> None:
-    monkeypatch.setattr(Model, "predict_dataloader", lambda self: images(), raising=False)
     text = MINE.replace("  max_steps: 2\n", "")
     mine.write_text(text)
     trainer = run(monkeypatch, command, "--config", presets.path("cpu"), "--config", mine)
@@ -131,6 +132,23 @@ def test_every_preset_parses_dumps_and_builds(name: str, tmp_path: Path) -> None
     copy = tmp_path / "copy.yaml"
     copy.write_text(parser.dump(config))
     assert parser.dump(parser.parse_path(str(copy))) == copy.read_text()
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_prints_and_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def printed(file: object) -> str:
+        words = ["train.py", "--config", str(file), "--print_config"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit):
+            LightningCLI(Model, run=False)
+        return capsys.readouterr().out
+
+    first = printed(presets.path(name))
+    assert yaml.safe_load(first)["trainer"]["callbacks"][0]["init_args"] == {"name": name}
+    Path("printed.yaml").write_text(first)
+    assert printed("printed.yaml") == first
 
 
 def parser_of_callbacks(config: Any) -> Any:
