@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lightning_perf.benchmark.variant import instantiate
+from lightning_perf.benchmark.variant import callback_list, instantiate
 
 Make = Callable[[], tuple[Any, ...]]
 Parts = tuple[Any, Any, dict[str, Any]]
@@ -156,6 +156,8 @@ def _from_config(path: Path) -> Parts:
     from jsonargparse import ArgumentError
     from lightning.pytorch.cli import LightningCLI
 
+    from lightning_perf.presets import Preset
+
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if isinstance(content, dict) and "fit" in content:
         content = content["fit"]
@@ -188,4 +190,12 @@ def _from_config(path: Path) -> Parts:
         )
     except ArgumentError as error:
         raise ValueError(f"{path}: {error}") from error
-    return cli.model, cli.datamodule, instantiate(content.get("trainer") or {})
+    trainer = instantiate(content.get("trainer") or {})
+    for callback in callback_list(trainer):
+        if isinstance(callback, Preset):
+            raise ValueError(
+                f"{path} holds preset {callback.name!r} written out, as a configuration that was "
+                "saved with a run does, so both variants would have its items. Give the file that "
+                "the run was started with, or take the callbacks of lightning_perf out of this one."
+            )
+    return cli.model, cli.datamodule, trainer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_perf import presets
+from lightning_perf.presets._reader import kept
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -103,9 +104,7 @@ def instantiate(section: dict[str, Any]) -> dict[str, Any]:
 def overlay(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """Put Trainer arguments over others: callbacks add up, one of the same class is replaced."""
     callbacks = callback_list(top)
-    kinds = {type(callback) for callback in callbacks}
-    kept = [callback for callback in callback_list(base) if type(callback) not in kinds]
-    return {**base, **top, "callbacks": [*kept, *callbacks]}
+    return {**base, **top, "callbacks": [*kept(callback_list(base), callbacks, type), *callbacks]}
 
 
 def callback_list(arguments: dict[str, Any]) -> list[Callback]:

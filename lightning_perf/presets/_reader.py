@@ -105,7 +105,7 @@ def resolve(name: str, hardware: Hardware | None = None) -> str:
     if name in aliases:
         return aliases[name]
     known = [*names(), "auto", NONE, *aliases]
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(str(name).lower(), known, n=1)
     raise ValueError(
         f"There is no preset {name!r}."
         + (f" Did you mean {close[0]!r}?" if close else "")
@@ -123,7 +123,7 @@ def trainer_kwargs(name: str | None, /, **overrides: Any) -> dict[str, Any]:
             and ``callbacks=None`` drops the preset's.
 
     Raises:
-        ValueError: There is no preset of that name.
+        ValueError: There is no preset of that name, or a callback is a class.
         RuntimeError: The preset is for an accelerator that is not there.
 
     Example:
@@ -145,6 +145,12 @@ def trainer_kwargs(name: str | None, /, **overrides: Any) -> dict[str, Any]:
     callbacks = overrides.get("callbacks", [])
     if callbacks is not None:
         own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        for cls in own:
+            if isinstance(cls, type):
+                raise ValueError(
+                    f"callbacks holds the class {cls.__name__}; write {cls.__name__}() for a "
+                    "callback of it."
+                )
         items = [_build(entry) for entry in settings["callbacks"]]
         overrides["callbacks"] = [*kept(items, own, type), *own]
     return settings | overrides

@@ -186,6 +186,16 @@ def test_a_lightning_cli_file(tmp_path, nested):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:`Classifier.configure_optimizers` will be overridden")
+def test_a_saved_configuration_with_a_preset_in_it(tmp_path):
+    preset = "  - {class_path: lightning_perf.presets.Preset, init_args: {name: cpu}}"
+    text = CONFIG.replace("  - class_path: LearningRateMonitor", preset)
+    (tmp_path / "config_data.py").write_text(DATA)
+    (tmp_path / "train.yaml").write_text(text)
+    with pytest.raises(ValueError, match="preset 'cpu' written out"):
+        load_task("train.yaml").build()
+
+
 @pytest.mark.parametrize("text", ["trainer: {max_epochs: 3}", "", "model: {lr: 0.5}", "- 1"])
 def test_a_file_without_a_class_path_for_the_model(tmp_path, text):
     (tmp_path / "train.yaml").write_text(text)

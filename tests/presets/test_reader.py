@@ -95,7 +95,13 @@ def test_a_name_stands_for_itself_on_any_hardware(name: str) -> None:
 )
 @pytest.mark.parametrize(
     ("wrong", "meant"),
-    [("cpu-bf16", "cpu_bf16"), ("hoper", "hopper"), ("Auto", "auto"), ("cuda_bf_16", "cuda_bf16")],
+    [
+        ("cpu-bf16", "cpu_bf16"),
+        ("hoper", "hopper"),
+        ("Auto", "auto"),
+        ("CPU", "cpu"),
+        ("cuda_bf_16", "cuda_bf16"),
+    ],
 )
 def test_an_unknown_name_lists_the_known_ones_and_the_closest(
     call: Callable[[str], Any], wrong: str, meant: str
@@ -109,6 +115,11 @@ def test_an_unknown_name_lists_the_known_ones_and_the_closest(
 def test_a_name_like_no_other_gets_no_guess() -> None:
     with pytest.raises(ValueError, match=r"no preset 'xyzzy'\. Presets: cpu,"):
         presets.resolve("xyzzy")
+
+
+def test_a_callback_that_is_a_class_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"holds the class Threads; write Threads\(\)"):
+        presets.trainer_kwargs("cpu", callbacks=[items.Threads])
 
 
 def test_plain_lightning_has_no_file() -> None:
