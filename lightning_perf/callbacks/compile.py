@@ -70,7 +70,7 @@ def compiled(
 
 
 class Compile(PerfCallback):
-    """Compiles the network in place once the strategy has wrapped it, and undoes it after the run.
+    """Compile the network in place once the strategy has wrapped it, and undo it after the run.
 
     Repeated blocks are compiled one by one and share their code, which takes less time than
     compiling the whole network. The steps of the LightningModule are never compiled: they log

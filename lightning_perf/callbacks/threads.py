@@ -121,7 +121,7 @@ def threads(intra_op: int | str = "auto", *, loader_workers: int = 0) -> Iterato
 
 
 class Threads(PerfCallback):
-    """Sets the intra-op threads of each process to its share of the cores it may use.
+    """Set the intra-op threads of each process to its share of the cores it may use.
 
     Without it PyTorch starts a thread for each core of the machine in processes that may use only a
     part of it (a container's CPU quota, ranks started by hand), and only one under torchrun. It
