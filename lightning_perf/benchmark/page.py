@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from lightning_perf.benchmark import findings
 from lightning_perf.benchmark.coordinator import QUICK
-from lightning_perf.benchmark.pictures import Picture
+from lightning_perf.benchmark.picture import Picture
 from lightning_perf.benchmark.process import VariantFailed
 from lightning_perf.benchmark.result import Result
 

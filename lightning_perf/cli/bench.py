@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_perf.benchmark import Progress, Result, compare
-from lightning_perf.benchmark.pictures import require_matplotlib
+from lightning_perf.benchmark.picture import require_matplotlib
 from lightning_perf.cli.report import new_folder, print_written, reported_failure, write_report
 
 EXAMPLES = """\

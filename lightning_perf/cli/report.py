@@ -68,9 +68,12 @@ def write_report(result: Result, folder: Path) -> dict[str, str]:
     """Write page, row, pictures and the result itself; return what each file is, by its name."""
     from lightning_perf.benchmark.findings import RESULTS_HEADER, results_row
     from lightning_perf.benchmark.page import page
-    from lightning_perf.benchmark.pictures import pictures, save_pictures
+    from lightning_perf.benchmark.picture import require_matplotlib, save_pictures
 
     result.save(folder / RESULT, overwrite=True)
+    require_matplotlib()
+    from lightning_perf.benchmark.pictures import pictures
+
     drawn = pictures(result)
     (folder / PAGE).write_text(page(result, drawn), encoding="utf-8")
     row = f"{RESULTS_HEADER}\n{results_row(result)}\n"

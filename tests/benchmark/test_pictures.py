@@ -11,8 +11,8 @@ import pytest
 from benchmark.results import BUSY, learning, result, turns
 from matplotlib.image import imread
 
-from lightning_perf.benchmark.drawings import ratios
-from lightning_perf.benchmark.pictures import pictures, save_pictures
+from lightning_perf.benchmark.picture import save_pictures
+from lightning_perf.benchmark.pictures import pictures, ratios
 
 ALL = ["step_times", "ratios", "losses"]
 
