@@ -15,16 +15,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_perf import _compat
+from lightning_perf import NoEffectWarning, _compat
 from lightning_perf._knobs import KNOBS
+from lightning_perf.presets import Preset
 
 _log = logging.getLogger(__name__)
 
 Moment = Literal["setup", "before_wrap", "after_wrap"]
-
-
-class NoEffectWarning(UserWarning):
-    """Something the user asked for has no effect here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +269,6 @@ def _log_items(trainer: Trainer, run: _Run, preset: str) -> None:
 
 
 def _preset_name(trainer: Trainer) -> str | None:
-    from lightning_perf.presets import Preset
-
     names = [c.name for c in _compat.callbacks(trainer) if isinstance(c, Preset)]
     return names[-1] if names else None
 

@@ -17,8 +17,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from models import Classifier, LateClassifier, images, trainer
 
-from lightning_perf import callbacks
-from lightning_perf._item import NoEffectWarning, PerfCallback, statuses
+from lightning_perf import NoEffectWarning, callbacks
+from lightning_perf._item import PerfCallback, statuses
 from lightning_perf._knobs import KNOBS, knobs, read_knobs
 
 ROOT = Path(__file__).parents[1]

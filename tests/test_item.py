@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from models import Classifier, LateClassifier, images, trainer
 from ranks import run_ranks
 
-from lightning_perf._item import NoEffectWarning, PerfCallback, instance_attribute, statuses
+from lightning_perf import NoEffectWarning
+from lightning_perf._item import PerfCallback, instance_attribute, statuses
 from lightning_perf._knobs import knobs, read_knobs
 
 events: list[str] = []

@@ -1,6 +1,5 @@
 """The items that are callbacks. ``__all__`` is the registry: tests and docs read it."""
 
-from lightning_perf._item import NoEffectWarning as NoEffectWarning
 from lightning_perf.callbacks.channels_last import ChannelsLast
 from lightning_perf.callbacks.compile import Compile
 from lightning_perf.callbacks.cudnn_benchmark import CudnnBenchmark

@@ -12,9 +12,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_perf import __version__
+from lightning_perf import NoEffectWarning, __version__
 from lightning_perf._hardware import detect
-from lightning_perf._item import NoEffectWarning
 from lightning_perf.presets import Preset, resolve
 from lightning_perf.presets._reader import NONE, check, kept, no_preset, trainer_section
 

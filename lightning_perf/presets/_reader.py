@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
+from lightning_perf import NoEffectWarning
 from lightning_perf._hardware import Hardware, detect
 
 if TYPE_CHECKING:
@@ -222,6 +223,4 @@ def _found(hardware: Hardware) -> str:
 
 
 def _warn(message: str) -> None:
-    from lightning_perf._item import NoEffectWarning
-
     warnings.warn(message, NoEffectWarning, stacklevel=3)

@@ -20,8 +20,9 @@ from models import Classifier, conv_net, images, mlp, trainer
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from lightning_perf import NoEffectWarning
 from lightning_perf._batches import map_tensors
-from lightning_perf._item import NoEffectWarning, statuses
+from lightning_perf._item import statuses
 from lightning_perf.callbacks import ChannelsLast
 from lightning_perf.callbacks.channels_last import (
     batch_to_channels_last,

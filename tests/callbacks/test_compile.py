@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_perf._item import NoEffectWarning, statuses
+from lightning_perf import NoEffectWarning
+from lightning_perf._item import statuses
 from lightning_perf._knobs import read_knobs
 from lightning_perf.callbacks._loaders import short_last_batch
 from lightning_perf.callbacks._regions import convolution_share, find_regions, kinds

@@ -9,8 +9,8 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from models import Classifier, images, trainer
 from torch.autograd.profiler import emit_itt
 
-from lightning_perf import _knobs
-from lightning_perf._item import NoEffectWarning, statuses
+from lightning_perf import NoEffectWarning, _knobs
+from lightning_perf._item import statuses
 from lightning_perf._knobs import KNOBS, Knob, knobs, read_knobs
 from lightning_perf.callbacks import DisableDebugAPIs
 from lightning_perf.callbacks.disable_debug_apis import (

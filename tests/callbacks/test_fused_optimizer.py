@@ -15,7 +15,8 @@ from models import Classifier, images, mlp, trainer
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
-from lightning_perf._item import NoEffectWarning, statuses
+from lightning_perf import NoEffectWarning
+from lightning_perf._item import statuses
 from lightning_perf.callbacks import ChannelsLast, FusedOptimizer
 from lightning_perf.callbacks.fused_optimizer import fused
 

@@ -7,8 +7,9 @@ import torch
 from lightning.pytorch import Callback
 from models import Classifier, images, trainer
 
+from lightning_perf import NoEffectWarning
 from lightning_perf._hardware import Hardware, detect
-from lightning_perf._item import NoEffectWarning, statuses
+from lightning_perf._item import statuses
 from lightning_perf._knobs import KNOBS, knobs, read_knobs
 from lightning_perf.callbacks import MatmulPrecision
 from lightning_perf.callbacks import matmul_precision as stem

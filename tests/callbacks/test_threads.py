@@ -14,8 +14,9 @@ from models import Classifier, images, trainer
 from ranks import TORCHRUN, run_ranks
 from torch.utils.data import DataLoader
 
+from lightning_perf import NoEffectWarning
 from lightning_perf._hardware import Hardware, detect
-from lightning_perf._item import NoEffectWarning, statuses
+from lightning_perf._item import statuses
 from lightning_perf._knobs import knobs
 from lightning_perf.callbacks import threads as threads_module
 from lightning_perf.callbacks.threads import (

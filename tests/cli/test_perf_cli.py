@@ -12,8 +12,7 @@ from cli.project import HOME, Mine, ParsingCLI, Project, entry, items_of, names,
 from lightning.pytorch.callbacks import EarlyStopping
 
 import lightning_perf.cli
-from lightning_perf import presets
-from lightning_perf._item import NoEffectWarning
+from lightning_perf import NoEffectWarning, presets
 from lightning_perf.callbacks import ChannelsLast, Threads
 from lightning_perf.cli import PerfCLI
 from lightning_perf.presets._reader import trainer_section

@@ -12,8 +12,7 @@ from cli.project import HOME, Mine, Model, ParsingCLI, Project, entry, items_of,
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_perf import presets
-from lightning_perf._item import NoEffectWarning
+from lightning_perf import NoEffectWarning, presets
 from lightning_perf.cli import PerfCLI
 
 On = Callable[[str], None]

@@ -13,9 +13,8 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from presets.machines import GPUS, hardware
 
+from lightning_perf import NoEffectWarning, presets
 from lightning_perf import callbacks as items
-from lightning_perf import presets
-from lightning_perf._item import NoEffectWarning
 from lightning_perf.presets import Preset
 
 On = Callable[[str], None]
