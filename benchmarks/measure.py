@@ -10,6 +10,7 @@ so an interrupted run goes on where it stopped. docs/results/README.md gets a ro
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_perf.benchmark.findings import RESULTS_HEADER, results_row
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"
+TASKS_FILE = os.path.relpath(HERE / "tasks.py")  # results name it as a reader would
 TASKS = ("resnet50", "vit")
 CONVOLUTIONS = ("mobilenet", "resnext")  # depthwise-separable, and grouped
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
@@ -91,7 +93,7 @@ def main() -> None:
             continue
         learns = name_of(b) != "hand_written"  # it has no Lightning step whose loss can be read
         result = compare(
-            f"{HERE / 'tasks.py'}:{task}",
+            f"{TASKS_FILE}:{task}",
             a,
             b,
             budget_s=arguments.budget,
