@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf.benchmark import Progress, Result, Variant, compare, launch
+from lightning_perf.benchmark.findings import machine
 
 PARTS = ("aa", "slow", "quick", "learning")
 MODELS = ("mlp", "conv")
@@ -156,11 +158,12 @@ def run(case: dict[str, Any], budget_s: float) -> dict[str, Any]:
     make = f"{Path(__file__).resolve()}:{case['model']}"
     if case["part"] == "learning":
         change = case["change"]
-        launch.LAUNCH_SECONDS = 1.0  # the timing is of no interest here
         b = HARMLESS[change] if change in HARMLESS else callback(change)
-        result = compare(make, "none", b, quick=True, seed=case["number"], progress=show)
+        with patch.object(launch, "LAUNCH_SECONDS", 1.0):  # the timing is of no interest here
+            result = compare(make, "none", b, quick=True, seed=case["number"], progress=show)
         good = result.losses_agree is (change in HARMLESS)
-        return {"good": good, "losses_agree": result.losses_agree, "said": result.learning_summary}
+        record = {"good": good, "losses_agree": result.losses_agree}
+        return {**record, "said": result.learning_summary, **source(result)}
     b = callback("Slower", share=SLOWER) if case["part"] == "slow" else Variant("none")
     result = compare(
         make,
@@ -180,12 +183,19 @@ def outcome(result: Result, *, slower: bool) -> dict[str, Any]:
     kept = ("speedup", "interval", "launch_speedups", "launches", "launches_dropped", "stop_reason")
     record: dict[str, Any] = {name: getattr(result, name) for name in kept}
     record |= {"seconds": round(result.seconds), "foreign_share": result.foreign_share}
+    record |= source(result)
     if result.interval is None:
         return {"good": False, "busy": True, **record}
     low, high = result.interval
     good = high < 1 if slower else low <= 1 <= high
     half_width = (high - low) / 2
     return {"good": good, "wrong_sign": low > 1, "half_width": round(half_width, 4), **record}
+
+
+def source(result: Result) -> dict[str, Any]:
+    """Return where, when and with what a run took place."""
+    versions = result.environment_b["versions"]
+    return {"created": result.created, "machine": machine(result), "versions": versions}
 
 
 def show(progress: Progress) -> None:

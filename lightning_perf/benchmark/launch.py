@@ -26,8 +26,8 @@ _WARM_UP_TURNS = 8
 _WARM_UP_SECONDS = 0.3
 _SAMPLE_SECONDS = 0.2
 _SETTLED = 0.1
-# Shorter turns lose to the cold start, longer ones to a machine whose speed changes: a neighbour on
-# the same physical core comes and goes within tenths of a second.
+# Shorter turns lose to the cold start, longer ones to a machine whose speed changes, as shared ones
+# do within tenths of a second.
 _TURN_SECONDS = 0.03
 _FEWEST_STEPS = 3
 _COLD_SECONDS = 0.02  # what the other process pushed out of the caches is back after so long
@@ -204,14 +204,14 @@ class Launch:
         seconds = min(seconds, LAUNCH_SECONDS)
         plan, log_ratios = self.outcome.plan, self.outcome.log_ratios
         steps_s = sum(start.step_seconds for start in self.outcome.starts.values())
-        most = max(FEWEST_BLOCKS, int(seconds / (plan.pairs * plan.steps * steps_s)))
-        limit = 2 * max(seconds, most * plan.pairs * plan.steps * steps_s)
+        block_s = plan.pairs * plan.steps * steps_s
+        most = max(FEWEST_BLOCKS, int(seconds / block_s))
         began, tried, good = time.monotonic(), 0, 0
         while good < most and tried < 2 * most:
             tried += 1
             good += self._block()
             sharp = good >= BLOCKS and standard_error(log_ratios) < SHARP
-            if sharp or time.monotonic() - began > limit:
+            if sharp or time.monotonic() - began > 2 * most * block_s:
                 break
         self.outcome.enough = good >= FEWEST_BLOCKS and 2 * good > tried
         self.describe()
