@@ -8,7 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli.report import new_folder, print_written, reported_failure, write_report
+from lightning_perf.cli.report import (
+    add_output,
+    new_folder,
+    print_written,
+    reported_failure,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from lightning_perf._hardware import Hardware
@@ -70,17 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("lightning_perf_demo"),
-        metavar="DIR",
-        help="new folder for report and pictures; a number is added to a name that is taken "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the files in the folder instead"
-    )
+    add_output(parser, "lightning_perf_demo")
     parser.add_argument(
         "--budget",
         type=float,

@@ -37,18 +37,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("result", type=Path, metavar="RESULT.json", help="a saved result")
+    add_output(parser, "lightning_perf_report")
+    parser.set_defaults(run=run)
+
+
+def add_output(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the arguments of `new_folder`."""
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("lightning_perf_report"),
+        default=Path(default),
         metavar="DIR",
-        help="new folder to write to; a number is added to a name that is taken "
+        help="new folder for report and pictures; a number is added to a name that is taken "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the files in the folder instead"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
