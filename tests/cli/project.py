@@ -29,14 +29,6 @@ QUIET = {
     },
 }
 
-HOME = {
-    "cpu": "old CPU",
-    "cpu_bf16": "new CPU",
-    "cuda_bf16": "H100",
-    "cuda_fp16": "T4",
-    "mps": "Mac",
-}
-
 
 class Model(Classifier):
     def __init__(self, lr: float = 0.05) -> None:

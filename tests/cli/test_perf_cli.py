@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from cli.project import HOME, Mine, ParsingCLI, Project, entry, items_of, names, write
+from cli.project import Mine, ParsingCLI, Project, entry, items_of, names, write
 from lightning.pytorch.callbacks import EarlyStopping
+from presets.machines import HOME
 
 import lightning_perf.cli
 from lightning_perf import NoEffectWarning, presets

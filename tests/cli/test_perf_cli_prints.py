@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from cli.project import HOME, Mine, Model, ParsingCLI, Project, entry, items_of, names, write
+from cli.project import Mine, Model, ParsingCLI, Project, entry, items_of, names, write
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
+from presets.machines import HOME
 
 from lightning_perf import NoEffectWarning, presets
 from lightning_perf.cli import PerfCLI

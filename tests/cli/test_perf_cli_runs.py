@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from cli.project import (
-    HOME,
     QUIET,
     Mine,
     Model,
@@ -25,6 +24,7 @@ from items import ROWS, Row
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from models import images
+from presets.machines import HOME
 
 from lightning_perf import presets
 from lightning_perf.cli import PerfCLI

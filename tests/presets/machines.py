@@ -15,6 +15,16 @@ GPUS = {
 }
 
 
+HOME = {
+    "cpu": "old CPU",
+    "cpu_bf16": "new CPU",
+    "cuda_bf16": "H100",
+    "cuda_fp16": "T4",
+    "mps": "Mac",
+}
+"""For each preset the hardware that it is for."""
+
+
 def hardware(name: str = "old CPU") -> Hardware:
     """Returns a GPU of the table, `Mac`, `new CPU` (with bfloat16) or `old CPU`."""
     device = "cuda" if name in GPUS else "mps" if name == "Mac" else "cpu"

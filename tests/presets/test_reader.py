@@ -11,20 +11,13 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch import Callback, Trainer
-from presets.machines import GPUS, hardware
+from presets.machines import GPUS, HOME, hardware
 
 from lightning_perf import NoEffectWarning, presets
 from lightning_perf import callbacks as items
 from lightning_perf.presets import Preset
 
 On = Callable[[str], None]
-HOME = {
-    "cpu": "old CPU",
-    "cpu_bf16": "new CPU",
-    "cuda_bf16": "H100",
-    "cuda_fp16": "T4",
-    "mps": "Mac",
-}
 NAMES = sorted(HOME)
 ALIASES = {
     "volta": "cuda_fp16",
