@@ -30,7 +30,7 @@ logged and what a running epoch has in hand (2.5.0 - 2.6.6)."""
 
 def callbacks(trainer: Trainer) -> list[Callback]:
     """Return the trainer's list of callbacks: public, but set by a connector and not declared."""
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # see above
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared
     return found
 
 
@@ -48,7 +48,8 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     Whether they were saved with ``logger=True`` is kept in ``_log_hyperparams`` only, and how those
     of module and data module are put together in a private function (2.5.0 - 2.6.6).
     """
-    sources = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # public, but not declared
+    sources = (trainer.lightning_module, datamodule)
     return {
         name: value
         for source in sources
