@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
-from models import Classifier, mlp
+from lightning.pytorch import Callback, LightningModule, Trainer
+from models import Classifier, LateClassifier, conv_net, images, mlp, trainer
+from torch import nn
 
 from lightning_perf import callbacks
 from lightning_perf._item import PerfCallback
+from lightning_perf._knobs import knobs
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,14 @@ class Row:
 
     cls: type[PerfCallback]
     arguments: dict[str, Any] = field(default_factory=dict)
+    net: Callable[[], nn.Module] = conv_net
+    """Makes a network on which it acts; takes 3x8x8 images, gives four classes."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the Trainer with which it acts."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Puts the process into a state in which the item has something to do."""
     idle_model: Callable[[], LightningModule] | None = None
     """A model for which the item has a reason not to act, if it depends on the model."""
-    before: Callable[[], None] = lambda: None
-    """Puts the process into a state in which the item has something to do."""
     acts_on_cpu: bool = True
     tolerance: float = 0.0
     """Largest relative difference of the losses, for items that are not exact."""
@@ -34,9 +40,22 @@ class Row:
     def id(self) -> str:
         return self.cls.__name__
 
+    def item(self, **arguments: Any) -> PerfCallback:
+        """Build the item."""
+        return self.cls(**self.arguments, **arguments)
 
-def _leave_anomaly_mode_on() -> None:
-    torch.autograd.set_detect_anomaly(True)
+    def model(self, *, late: bool = False) -> Classifier:
+        """Make a model on which it acts; ``late`` ones get their layers in `configure_model`."""
+        return LateClassifier(self.net) if late else Classifier(self.net())
+
+    def run(self, module: LightningModule, *others: Callback, **kwargs: Any) -> Trainer:
+        """Train with ``others`` as callbacks, or test if that is what the item is made for."""
+        run = trainer(**{**self.trainer, "callbacks": list(others), **kwargs})
+        if "fit" in self.cls.stages:
+            run.fit(module, images(), images())
+        else:
+            run.test(module, images(), verbose=False)
+        return run
 
 
 ROWS = [
@@ -57,7 +76,7 @@ ROWS = [
     ),
     Row(
         callbacks.DisableDebugAPIs,
-        before=_leave_anomaly_mode_on,
+        around=lambda: knobs(anomaly_mode=True),
     ),
     Row(callbacks.FusedOptimizer, tolerance=1e-4),
     Row(
@@ -69,7 +88,7 @@ ROWS = [
     Row(
         callbacks.Threads,
         {"intra_op": 1},
-        before=lambda: torch.set_num_threads(2),
+        around=lambda: knobs(intra_op_threads=2),
         tolerance=1e-4,
         wrong=(({"intra_op": 0}, "intra_op"), ({"intra_op": "many"}, "auto")),
     ),

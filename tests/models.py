@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +32,14 @@ def mlp() -> nn.Sequential:
 
 
 class Classifier(LightningModule):
-    """Trains a network on labelled images and keeps every training loss."""
+    """Trains a network on labelled images and keeps every loss of training and testing."""
 
     def __init__(self, net: nn.Module | None = None, *, lr: float = 0.05) -> None:
         super().__init__()
         self.net = conv_net() if net is None else net
         self.lr = lr
         self.losses: list[float] = []
+        self.test_losses: list[float] = []
 
     def loss(self, batch: Any) -> Tensor:
         images, labels = batch
@@ -53,7 +55,9 @@ class Classifier(LightningModule):
         self.log("val_loss", self.loss(batch))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch))
+        loss = self.loss(batch)
+        self.test_losses.append(loss.item())
+        self.log("test_loss", loss)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, _ = batch
@@ -66,13 +70,14 @@ class Classifier(LightningModule):
 class LateClassifier(Classifier):
     """The same, but its network is made in `configure_model`."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], nn.Module] = conv_net) -> None:
         super().__init__(net=nn.Identity())
+        self.make = make
 
     def configure_model(self) -> None:
         if isinstance(self.net, nn.Identity):
             torch.manual_seed(1)
-            self.net = conv_net()
+            self.net = self.make()
 
 
 def images(samples: int = 16, batch_size: int = 4) -> DataLoader[Any]:

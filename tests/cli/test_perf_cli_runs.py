@@ -80,7 +80,7 @@ def test_an_item_in_the_users_file_is_run_saved_and_run_again(project: Project, 
     first = project.fit("--config", write("mine.yaml", {"trainer": own}))
     again = project.fit("--config", saved(first))
     assert repr(own_callbacks(again)) == repr(own_callbacks(first))
-    assert repr(own_callbacks(first)) == repr([row.cls(**row.arguments, strict=False)])
+    assert repr(own_callbacks(first)) == repr([row.item(strict=False)])
     assert saved(again).read_text() == saved(first).read_text()
 
 

@@ -34,7 +34,7 @@ def fitted(*callbacks: Callback) -> Classifier:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_an_item_learns_the_same_and_leaves_no_trace(row: Row) -> None:
     plain, before = fitted(), read_knobs()
-    module = fitted(row.cls(**row.arguments, strict=False))
+    module = fitted(row.item(strict=False))
 
     assert read_knobs() == before
     assert module.losses == pytest.approx(plain.losses, rel=1e-2)
