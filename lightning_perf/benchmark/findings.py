@@ -103,7 +103,11 @@ def figures(result: Result) -> list[Figure]:
     add("peak memory", "peak_memory", size, _less_memory)
     add("peak GPU memory", "peak_device_memory", size, _less_memory)
     add("start-up", "startup_seconds", seconds, lambda a, b: "until the first batch")
-    add("first step extra", "compile_seconds", seconds, lambda a, b: _pays_back(result))
+
+    def extra(value: float) -> str:
+        return seconds(value) if value else "none"
+
+    add("first step extra", "compile_seconds", extra, lambda a, b: _pays_back(result))
     add("waiting for data", "data_wait", lambda value: f"{value:.1%}", lambda a, b: "of the time")
     for name in ("precision", "threads"):
         cells = [str(getattr(result, f"environment_{key}").get(name, "")) for key in ("a", "b")]

@@ -4,10 +4,13 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning_perf
 
@@ -43,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return _run(sys.argv[1:] if argv is None else argv)
+            with _ended_by_sigterm():
+                return _run(sys.argv[1:] if argv is None else argv)
         finally:
             # Here, because nobody can catch what goes wrong when the interpreter does it.
             sys.stdout.flush()
@@ -76,6 +80,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv or ["--help"])
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the command as an error does, so that temporary files and processes go."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler
+        return
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     try:
@@ -90,7 +111,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the closest choice when a word is none of those it could be."""
+    """Names the closest choice when a word is none of those it could be; takes whole words only."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         wrong = _WRONG_CHOICE.search(message)

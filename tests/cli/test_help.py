@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -87,6 +88,29 @@ def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("lightning_perf.cli.__main__.import_module", interrupted)
     assert main(["bench"]) == 130
+
+
+def test_sigterm_ends_a_command_as_an_error_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned = []
+
+    def ended(name: str) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append(name)
+
+    monkeypatch.setattr("lightning_perf.cli.__main__.import_module", ended)
+    with pytest.raises(SystemExit) as caught:
+        main(["bench"])
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert cleaned == ["lightning_perf.cli.bench"]
+
+
+@pytest.mark.parametrize("arguments", ["--vers", "bench --conf x.py:f"])
+def test_options_are_whole_words(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", ["--help", "presets show cpu", "presets path cpu"])
