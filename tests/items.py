@@ -31,6 +31,8 @@ class Row:
     idle_model: Callable[[], LightningModule] | None = None
     """A model for which the item has a reason not to act, if it depends on the model."""
     acts_on_cpu: bool = True
+    changes_learning: bool = False
+    """Whether it is there to change what is learned."""
     tolerance: float = 0.0
     """Largest relative difference of the losses, for items that are not exact."""
     wrong: tuple[tuple[dict[str, Any], str], ...] = ()
@@ -93,3 +95,6 @@ ROWS = [
         wrong=(({"intra_op": 0}, "intra_op"), ({"intra_op": "many"}, "auto")),
     ),
 ]
+
+REFUSED: dict[tuple[str, str], str] = {}
+"""Pairs of items that cannot act together, with a part of what is said; all other pairs can."""

@@ -31,6 +31,36 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
+class Residual(nn.Module):
+    """Two convolutions with biases and BatchNorm, added to the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+def residual_net() -> nn.Sequential:
+    """Repeated blocks on 3x8x8 images, four classes: something to do for every item."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Sequential(Residual(8), Residual(8)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+
+
 class Classifier(LightningModule):
     """Trains a network on labelled images and keeps every loss of training and testing."""
 

@@ -76,7 +76,7 @@ def test_a_preset_for_other_hardware_is_saved_and_read_again(
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_an_item_in_the_users_file_is_run_saved_and_run_again(project: Project, row: Row) -> None:
     described = entry(row.id, **row.arguments, strict=False)
-    own = {"accelerator": "cpu", **FEW, "callbacks": [described]}
+    own = {"accelerator": "cpu", **FEW, **row.trainer, "callbacks": [described]}
     first = project.fit("--config", write("mine.yaml", {"trainer": own}))
     again = project.fit("--config", saved(first))
     assert repr(own_callbacks(again)) == repr(own_callbacks(first))
