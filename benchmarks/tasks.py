@@ -18,6 +18,22 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchvision import models
 
 
+class TextClassifier(nn.Module):
+    """A transformer encoder of 12 layers over tokens, and a linear layer on their mean."""
+
+    def __init__(self, *, width: int, heads: int, tokens: int, classes: int = 10) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, batch_first=True, norm_first=True, activation="gelu"
+        )
+        self.embedding = nn.Embedding(tokens, width)
+        self.encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)).mean(dim=1))
+
+
 class ImageClassifier(LightningModule):
     """Cross-entropy on images, with SGD for convolutional networks and AdamW for transformers."""
 
@@ -117,3 +133,14 @@ def vit() -> tuple[LightningModule, DataLoader[Any]]:
         num_classes=10,
     )
     return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), images(128, 16)
+
+
+def encoder() -> tuple[LightningModule, DataLoader[Any]]:
+    """A transformer encoder of 12 layers, width 256, on 8 texts of 128 tokens."""
+    net = TextClassifier(width=256, heads=4, tokens=1000)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(1000, (256, 128), generator=generator)
+    dataset = TensorDataset(texts, torch.randint(0, 10, (256,), generator=generator))
+    sampler = RandomSampler(dataset, num_samples=1000 * 8)
+    data = DataLoader(dataset, batch_size=8, sampler=sampler)
+    return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), data

@@ -5,16 +5,22 @@ Each use says why no public way will do, and with which versions it was checked.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerState
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 RUN_STATE: tuple[type, ...] = (
     _Loop,
@@ -59,6 +65,15 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def training_results(trainer: Trainer) -> _ResultCollection:
+    """Return where the values that training logs are kept, one object for all runs of a trainer.
+
+    ``self.log`` hands them to its ``log``, which alone is told by what an epoch's mean is weighed;
+    the training loop holds it in ``_results`` only (2.5.0 - 2.6.6).
+    """
+    return trainer.fit_loop.epoch_loop._results
+
+
 def combined_loaders(trainer: Trainer) -> list[CombinedLoader]:
     """Return the `CombinedLoader` of every loop that has one already.
 
@@ -77,6 +92,77 @@ def given_loaders(trainer: Trainer) -> list[Any]:
     sources = (loop._data_source.instance for loop in _data_loops(trainer))
     given = [source for source in sources if not isinstance(source, (DataHooks, type(None)))]
     return [loader for source in given for loader in CombinedLoader(source).flattened]
+
+
+def before_transfer(module: LightningModule, batch: Any) -> Any:
+    """Call ``on_before_batch_transfer`` of module or data module, whichever overrides it.
+
+    Which one is decided in a private method only (2.5.0 - 2.6.6).
+    """
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+@contextmanager
+def inside_hook(module: LightningModule, name: str) -> Iterator[None]:
+    """Let ``module.log`` find itself in the hook of that name.
+
+    It looks at ``_current_fx_name``, which private functions of the trainer set (2.5.0 - 2.6.6).
+    """
+    outer = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = outer
+
+
+def closure_maker(trainer: Trainer) -> tuple[Any, str]:
+    """Return the object and the name of its method that makes the closure of a training step.
+
+    A closure runs step, ``zero_grad`` and backward. No hook is around all of it when gradients are
+    accumulated; ``_make_closure`` is (2.5.0 - 2.6.6).
+    """
+    return trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure"
+
+
+def closure_parts(closure: Any) -> tuple[Callable[..., None] | None, Callable[[], None] | None]:
+    """Return backward and ``zero_grad`` of such a closure; ``None`` for what it does not run.
+
+    They are kept in ``_backward_fn`` and ``_zero_grad_fn`` only (2.5.0 - 2.6.6).
+    """
+    return closure._backward_fn, closure._zero_grad_fn
+
+
+def training_step(trainer: Trainer, kwargs: Mapping[str, Any]) -> Any:
+    """Run the training step through the strategy, as a closure does; return its `ClosureResult`.
+
+    It divides the loss for accumulation; a private method of the loop does both (2.5.0 - 2.6.6).
+    """
+    return trainer.fit_loop.epoch_loop.automatic_optimization._training_step(OrderedDict(kwargs))
+
+
+def ddp_comm_hook(strategy: DDPStrategy) -> Any:
+    """Return DDP's communication hook, kept in ``_ddp_comm_hook`` (2.5.0 - 2.6.6)."""
+    return strategy._ddp_comm_hook
+
+
+def builds_plain_ddp(strategy: Any) -> bool:
+    """Return whether `build_ddp` does what the strategy would: no subclass has its own way.
+
+    ``_setup_model`` chooses the stream on which DDP is built: another than the current one in
+    2.5.0 - 2.6.6, the current one in the development line of 2026-07.
+    """
+    own: Any = getattr(type(strategy), "_setup_model", None)
+    return own is DDPStrategy._setup_model
+
+
+def build_ddp(strategy: DDPStrategy, module: nn.Module) -> DistributedDataParallel:
+    """Wrap a module as the strategy would, on the current stream.
+
+    The arguments for DDP are kept in ``_ddp_kwargs`` only (2.5.0 - 2.6.6).
+    """
+    devices = strategy.determine_ddp_device_ids()
+    return DistributedDataParallel(module, device_ids=devices, **strategy._ddp_kwargs)
 
 
 def _data_loops(trainer: Trainer) -> tuple[Any, ...]:

@@ -116,6 +116,11 @@ def _write_gc_enabled(on: bool) -> None:
     (gc.enable if on else gc.disable)()
 
 
+def _write_gc_frozen(on: bool) -> None:
+    if on != (gc.get_freeze_count() > 0):
+        (gc.freeze if on else gc.unfreeze)()
+
+
 def _write_gc_threshold(threshold: tuple[int, ...]) -> None:
     gc.set_threshold(*threshold)
 
@@ -128,6 +133,18 @@ def _read_dynamo(name: str) -> Any:
 
 def _write_dynamo(name: str, value: Any) -> None:
     import torch._dynamo.config as config
+
+    setattr(config, name, value)
+
+
+def _read_functorch(name: str) -> Any:
+    import torch._functorch.config as config
+
+    return getattr(config, name)
+
+
+def _write_functorch(name: str, value: Any) -> None:
+    import torch._functorch.config as config
 
     setattr(config, name, value)
 
@@ -209,6 +226,11 @@ KNOBS: dict[str, Knob] = {
         _write_gc_enabled,
         "Whether Python's cyclic garbage collector runs by itself.",
     ),
+    "gc_frozen": Knob(
+        lambda: gc.get_freeze_count() > 0,
+        _write_gc_frozen,
+        "Whether the garbage collector passes over objects made before some moment.",
+    ),
     "gc_threshold": Knob(
         gc.get_threshold,
         _write_gc_threshold,
@@ -224,6 +246,11 @@ KNOBS: dict[str, Knob] = {
         partial(_read_dynamo, "cache_size_limit"),
         partial(_write_dynamo, "cache_size_limit"),
         "Graphs of one function after which torch.compile runs it eagerly.",
+    ),
+    "activation_memory_budget": Knob(
+        partial(_read_functorch, "activation_memory_budget"),
+        partial(_write_functorch, "activation_memory_budget"),
+        "Share of the activations that code of torch.compile keeps for backward: 0 to 1.",
     ),
     "default_dtype": Knob(
         _read_default_dtype,

@@ -37,7 +37,9 @@ _ATOMS = (
 
 
 @contextmanager
-def preserve_state(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+def preserve_state(
+    trainer: Trainer, module: LightningModule, *, on_host: bool = False
+) -> Iterator[None]:
     """Undo everything that the block does to a run: model, optimizers, trainer, random numbers.
 
     Whatever steps run inside, also when they raise: parameters and buffers (in place, in the same
@@ -47,8 +49,8 @@ def preserve_state(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     of the data loaders, and all random number generators are afterwards as before. Attributes that
     the block sets on the model are undone as well: install results after it.
 
-    The snapshot lies on the devices of its tensors and takes as much memory as all of them
-    together: parameters, buffers, gradients and optimizer state once more.
+    The snapshot takes as much memory as all its tensors together: parameters, buffers, gradients
+    and optimizer state once more.
 
     Not undone: what leaves the process (logger files, checkpoints), callbacks' own state, batches
     taken from the running training iterator (make a new one from the loader), and attributes of
@@ -57,11 +59,13 @@ def preserve_state(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     Args:
         trainer: The trainer of the run.
         module: Its LightningModule.
+        on_host: Keep the snapshot in the memory of the host, for blocks that need what is free on
+            the device. By default it lies where its tensors are, which is faster.
 
     Raises:
         RuntimeError: The model has layers whose shapes are not known before their first batch.
     """
-    snapshot = _Snapshot((*_STATEFUL, *_compat.RUN_STATE))
+    snapshot = _Snapshot((*_STATEFUL, *_compat.RUN_STATE), on_host=on_host)
     for combined in _compat.combined_loaders(trainer):
         snapshot.remember_attributes(combined)
         for loader in combined.flattened:
@@ -71,7 +75,8 @@ def preserve_state(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     snapshot.remember_source(trainer.datamodule)  # type: ignore[attr-defined]  # not declared
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    snapshot.follow(trainer, module, *trainer.optimizers, *schedulers, scaler)
+    wrapper = trainer.strategy.model  # DDP's, say, with marks of its own
+    snapshot.follow(trainer, module, wrapper, *trainer.optimizers, *schedulers, scaler)
     with preserve_rng(), snapshot.undone():
         yield
 
@@ -106,6 +111,19 @@ def preserve_model(
 
 
 @contextmanager
+def preserve_loader(loader: Any) -> Iterator[None]:
+    """Undo what the block does to a loader's order, its dataset's attributes and random numbers.
+
+    Args:
+        loader: Any loader. Workers that are serving it are not disturbed.
+    """
+    snapshot = _Snapshot(_STATEFUL)
+    snapshot.remember_loader(loader)
+    with preserve_rng(), snapshot.undone():
+        yield
+
+
+@contextmanager
 def preserve_rng() -> Iterator[None]:
     """Undo what the block draws from the generators of Python, NumPy and torch on any device.
 
@@ -128,10 +146,12 @@ class _Snapshot:
 
     Args:
         stateful: Types whose attributes are followed.
+        on_host: Where to keep the values of tensors: on the host, or on their own devices.
     """
 
-    def __init__(self, stateful: tuple[type, ...]) -> None:
+    def __init__(self, stateful: tuple[type, ...], *, on_host: bool = False) -> None:
         self._stateful = stateful
+        self._on_host = on_host
         # Held, not only their ids: the id of a dead object may come back.
         self._seen: dict[int, Any] = {}
         self._structure: list[Restore] = []
@@ -214,7 +234,7 @@ class _Snapshot:
         if tensor.requires_grad and not tensor.is_leaf:
             # The graph behind it needs its values; they are results, and nobody writes to results.
             return None
-        self._values.append(_tensor_restore(tensor))
+        self._values.append(_tensor_restore(tensor, on_host=self._on_host))
         return tensor.grad
 
 
@@ -256,10 +276,11 @@ def _flat(container: Any) -> list[Any]:
     return list(container)
 
 
-def _tensor_restore(tensor: Tensor) -> Restore:
+def _tensor_restore(tensor: Tensor, *, on_host: bool) -> Restore:
     """Return what puts values, storage, gradient and flag of one tensor back."""
     alias = tensor.detach()
-    values = _distinct(alias).clone()
+    values = _distinct(alias)
+    values = values.to("cpu", copy=True) if on_host else values.clone()
     requires_grad, gradient = tensor.requires_grad, tensor.grad
 
     def restore() -> None:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from cpu_graphs import cpu_graphs
 from lightning.pytorch import Callback, LightningModule, Trainer
 from models import Classifier, LateClassifier, conv_net, images, mlp, trainer
 from torch import nn
@@ -60,11 +62,50 @@ class Row:
         return run
 
 
+class ClassifierWithLBFGS(Classifier):
+    """Its optimizer calls the closure several times in a step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=2)
+
+
+class ClassifierOfOneLayer(Classifier):
+    """Its network is a single layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(192, 4))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.net(inputs.flatten(1)), labels)
+
+
+class ClassifierWithItsOwnChoice(Classifier):
+    """Its author has chosen the implementation of the optimizer."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, foreach=False)
+
+
+def conv_net_with_biases() -> nn.Sequential:
+    """The same as `conv_net`, but its convolutions have the bias that the norms subtract."""
+    net = conv_net()
+    net[0], net[3] = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+    return net
+
+
 ROWS = [
+    Row(
+        callbacks.CUDAGraph,
+        around=cpu_graphs,
+        idle_model=lambda: Classifier(nn.Sequential(nn.Flatten(), nn.Linear(192, 4))),
+        wrong=(({"scope": "model"}, "network"),),
+    ),
     Row(callbacks.ChannelsLast, idle_model=lambda: Classifier(mlp()), tolerance=1e-4),
     Row(
         callbacks.Compile,
         {"backend": "eager"},
+        idle_model=ClassifierOfOneLayer,
         tolerance=1e-4,
         wrong=(
             ({"regions": ["nett"], "backend": "eager"}, "net"),
@@ -80,12 +121,65 @@ ROWS = [
         callbacks.DisableDebugAPIs,
         around=lambda: knobs(anomaly_mode=True),
     ),
-    Row(callbacks.FusedOptimizer, tolerance=1e-4),
+    Row(
+        callbacks.DropConvBias,
+        net=conv_net_with_biases,
+        idle_model=Classifier,
+        tolerance=1e-4,
+    ),
+    Row(
+        callbacks.ExactAccumulation,
+        trainer={"accumulate_grad_batches": 3},
+        idle_model=ClassifierWithLBFGS,
+        changes_learning=True,
+        wrong=(
+            ({"weight": "token"}, "'tokens'"),
+            ({"weight": "items.no_such_function"}, "nothing at that path"),
+            ({"weight": "items.ROWS"}, "there is a list"),
+        ),
+    ),
+    Row(callbacks.FuseConvBN, idle_model=lambda: Classifier(mlp()), tolerance=1e-4),
+    Row(callbacks.FusedOptimizer, idle_model=ClassifierWithItsOwnChoice, tolerance=1e-4),
+    Row(
+        callbacks.GarbageCollection,
+        {"every_n_steps": 2},
+        wrong=(
+            ({"every_n_steps": 0}, "at least 1"),
+            ({"every_n_steps": -50}, "at least 1"),
+            ({"every_n_steps": 2.5}, "whole number"),
+            ({"every_n_steps": "often"}, "whole number"),
+        ),
+    ),
+    Row(
+        callbacks.KeepInFP32,
+        {"modules": ["Linear"]},
+        trainer={"precision": "bf16-mixed"},
+        idle_model=lambda: Classifier(conv_net().bfloat16()),
+        tolerance=0.03,
+        wrong=(
+            ({"modules": []}, "give names"),
+            ({"modules": ["BatchNorm2"]}, "'BatchNorm2d'"),
+            ({"modules": ["net.9"]}, "'net.8'"),
+        ),
+    ),
     Row(
         callbacks.MatmulPrecision,
         {"precision": "medium"},
         acts_on_cpu=False,
         wrong=(({"precision": "low"}, "highest"),),
+    ),
+    Row(
+        callbacks.Preallocate,
+        wrong=(
+            ({"max_length": 8}, "Give both"),
+            ({"dim": 1}, "Give both"),
+            ({"max_length": 8, "dim": 4}, "no tensor with such a dimension"),
+            ({"max_length": 2, "dim": 1}, "is 3 long there"),
+            ({"max_length": 8, "dim": 1, "indices": [0]}, "Give one of them"),
+            ({"indices": []}, "at least one item"),
+            ({"indices": [16]}, "a dataset of 16"),
+            ({"max_reads": 0}, "at least 1"),
+        ),
     ),
     Row(
         callbacks.Threads,

@@ -17,6 +17,7 @@ OTHER_VALUES = {
     "anomaly_mode": True,
     "anomaly_check_nan": False,
     "intra_op_threads": torch.get_num_threads() + 1,
+    "gc_frozen": True,
     "gc_enabled": False,
     "gc_threshold": (123, 4, 5),
     "dynamo_optimize_ddp": False,

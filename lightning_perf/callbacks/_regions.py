@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torchmetrics import Metric, MetricCollection
+
+from lightning_perf.callbacks._blocks import (
+    has_forward,
+    is_list_of_blocks,
+    is_single_layer,
+    named_module,
+    repeated_blocks,
+)
 
 # Repeated blocks that hold less than this share of a network's weights (two small heads, say) are
 # not what its time goes into: then the whole network is compiled. Low, because an untied output
@@ -52,7 +61,11 @@ def find_regions(model: nn.Module, regions: str | Sequence[str] = "auto") -> Reg
             f"such as regions=[{regions!r}]."
         )
     else:
-        found = [region for name in regions for region in _called(_named(model, name), name)]
+        found = [
+            region
+            for name in regions
+            for region in _called(named_module(model, name, argument="regions"), name)
+        ]
     once = {id(module): (name, module) for name, module in reversed(found)}
     return dict(reversed(once.values()))
 
@@ -75,7 +88,36 @@ def overlaps(region: nn.Module, others: Regions) -> bool:
 
 def kinds(regions: Regions) -> int:
     """Count the regions that differ; alike ones share compiled code."""
-    return len({(repr(m), tuple(p.shape for p in m.parameters())) for m in regions.values()})
+    return len({(_kind(module), *_own_forwards(module)) for module in regions.values()})
+
+
+def staged(regions: Regions) -> Regions:
+    """Return the regions of one forward that differ, as do the blocks of a ResNet's stages.
+
+    Dynamo learns for each function which sizes change. It would take those that differ from stage
+    to stage for changing ones, and make slower code for any size.
+    """
+    found: dict[Any, set[Any]] = {}
+    for module in regions.values():
+        found.setdefault(_function(module), set()).add(_kind(module))
+    return {name: m for name, m in regions.items() if len(found[_function(m)]) > 1}
+
+
+def _own_forwards(module: nn.Module) -> Iterator[int]:
+    """Yield what inside a module runs an object of its own, whose code no other module shares."""
+    for inner in module.modules():
+        forward = vars(inner).get("forward")
+        if forward is not None and not isinstance(forward, MethodType):
+            yield id(forward)
+
+
+def _function(module: nn.Module) -> Any:
+    """Return what the code of a module belongs to; other items may have put one for many there."""
+    return getattr(module.forward, "__func__", type(module.forward))
+
+
+def _kind(module: nn.Module) -> Any:
+    return repr(module), tuple(parameter.shape for parameter in module.parameters())
 
 
 def convolution_share(model: nn.Module) -> float:
@@ -91,15 +133,15 @@ def _chosen(module: nn.Module, name: str) -> Iterator[Region]:
     """Yield the repeated blocks of a network, or the network if they are too little of it."""
     if _is_left_out(module):
         return
-    blocks = _repeated_blocks(module, name)
-    if isinstance(module, nn.ModuleList) and _are_blocks(list(module.children())):
+    blocks = {_join(name, inner): block for inner, block in repeated_blocks(module).items()}
+    if isinstance(module, nn.ModuleList) and is_list_of_blocks(module):
         yield from blocks.items()
-    elif not _has_forward(module):
+    elif not has_forward(module):
         for child_name, child in module.named_children():
             yield from _chosen(child, _join(name, child_name))
     elif blocks and _weight(*blocks.values()) >= _LEAST_SHARE * _weight(module):
         yield from blocks.items()
-    elif not _is_single_layer(module):
+    elif not is_single_layer(module):
         yield name, module
 
 
@@ -107,47 +149,11 @@ def _called(module: nn.Module, name: str) -> Iterator[Region]:
     """Yield a module that has a forward, or the members of one that only holds others."""
     if _is_left_out(module):
         return
-    if _has_forward(module):
+    if has_forward(module):
         yield name, module
     else:
         for child_name, child in module.named_children():
             yield from _called(child, _join(name, child_name))
-
-
-def _repeated_blocks(module: nn.Module, name: str) -> Regions:
-    """Find lists and sequences of at least two blocks of one class, the outermost ones."""
-    inner: Regions = {}
-    for child_name, child in module.named_children():
-        inner |= _repeated_blocks(child, _join(name, child_name))
-    members = list(module.children())
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not _are_blocks(members):
-        return inner
-    if inner and type(members[0]) is nn.Sequential:
-        # Stages: the blocks in them share code, the stages do not.
-        return inner
-    return {_join(name, child_name): child for child_name, child in module.named_children()}
-
-
-def _are_blocks(members: list[nn.Module]) -> bool:
-    return (
-        len(members) >= 2
-        and len({type(member) for member in members}) == 1
-        and all(_has_forward(member) and _weight(member) for member in members)
-        and not _is_single_layer(members[0])
-    )
-
-
-def _named(model: nn.Module, name: str) -> nn.Module:
-    # With all names of shared modules.
-    modules: Regions = {n: m for n, m in model.named_modules(remove_duplicate=False) if n}
-    if name not in modules:
-        close = difflib.get_close_matches(name, modules, n=1, cutoff=0.3)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"regions names {name!r}, but {type(model).__name__} has no such module.{hint} "
-            "`model.named_modules()` lists the names."
-        )
-    return modules[name]
 
 
 def _is_left_out(module: nn.Module) -> bool:
@@ -155,15 +161,6 @@ def _is_left_out(module: nn.Module) -> bool:
     return isinstance(module, Metric | MetricCollection) or not any(
         True for _ in module.parameters()
     )
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _is_single_layer(module: nn.Module) -> bool:
-    """Say whether it is one layer of PyTorch: alone, it has nothing to fuse."""
-    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
 
 
 def _weight(*modules: nn.Module) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,14 +12,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from lightning_perf._batches import batches_unseen, every_batch
-from lightning_perf._item import PerfCallback
+from lightning_perf._item import PerfCallback, instance_attribute
 from lightning_perf._knobs import KNOBS, knobs
-from lightning_perf.callbacks._compile_report import compile_report, stage_of
-from lightning_perf.callbacks._loaders import every_loader, short_last_batch
+from lightning_perf.callbacks._batch_shapes import (
+    FEW_SHAPES,
+    short_batches_uncompiled,
+    when_shapes_are_many,
+)
+from lightning_perf.callbacks._compile_report import compile_report
 from lightning_perf.callbacks._regions import (
     Regions,
     compiled_modules,
@@ -29,14 +30,12 @@ from lightning_perf.callbacks._regions import (
     is_compiled,
     kinds,
     overlaps,
+    staged,
 )
 from lightning_perf.callbacks._toolchain import what_inductor_lacks
 
 # Modes that record a CUDA graph for each shape, with the mode that does the rest of it.
 _CAPTURING = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
-# As many as Dynamo compiles of one function: full and short batches of training and validation
-# fit, and so do a few padded lengths.
-_FEW_SHAPES = 8
 # `torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`, absent in builds without distributed.
 _FIRST_BUCKET_BYTES = 1024 * 1024
 
@@ -76,6 +75,8 @@ class Compile(PerfCallback):
     compiling the whole network. The steps of the LightningModule are never compiled: they log
     and read the trainer. Keys of checkpoints do not change.
 
+    A last batch that is shorter than the others runs uncompiled, unless ``dynamic=True``.
+
     Do not use it for a model whose steps see new shapes all the time, or for runs shorter than
     the compilation. On a CPU, networks made of convolutions are skipped unless named: oneDNN's
     convolutions, which compiling leaves as they are, take nearly all their time.
@@ -86,7 +87,8 @@ class Compile(PerfCallback):
             compiles each network of the LightningModule; a list the modules of these names.
         mode: ``None``, ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, or
             ``"max-autotune-no-cudagraphs"``, as for `torch.compile`.
-        dynamic: Whether code is made for all sizes at once; ``None`` lets the second size decide.
+        dynamic: Whether code is made for all sizes at once; ``None`` lets the second size decide,
+            and in stages of blocks that differ in size the ninth shape of a batch.
         backend: Name of a backend, such as ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
         fullgraph: Raise where a region is not one graph, instead of splitting it.
         strict: See `PerfCallback`.
@@ -145,18 +147,27 @@ class Compile(PerfCallback):
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Compile in place, count, and take it back."""
         targets, alone = _targets(module, self.regions)
+        seen = batches_unseen(module) is None
+        fixed = staged(targets) if self.dynamic is None and seen else {}
         with ExitStack() as stack:
             if _bucket_is_too_small(trainer.strategy.model):
                 stack.enter_context(knobs(dynamo_optimize_ddp=False))
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                # Else they could not use the code of the validation during training.
+                stack.enter_context(instance_attribute(loop, "inference_mode", False))
+            stack.enter_context(compile_report(trainer, self.say))
+            if fixed:
+                # Room for code of any size behind that of a few fixed ones.
+                limit = 2 * KNOBS["dynamo_recompile_limit"].read()
+                stack.enter_context(knobs(dynamo_recompile_limit=limit))
             stack.enter_context(_compiled(targets, self._options()))
-            report = stack.enter_context(compile_report(trainer, self.say))
-            if self.mode in _CAPTURING:
-                stack.enter_context(every_batch(trainer, self._census(targets)))
-            if self.dynamic is False:
-                stack.enter_context(every_loader(trainer, partial(self._foresee, trainer)))
+            _compile(fixed, self._options() | {"dynamic": False})
+            if fixed or self.mode in _CAPTURING:
+                look = when_shapes_are_many(lambda: self._give_up(targets))
+                stack.enter_context(every_batch(trainer, look))
+            if self.dynamic is not True and seen:
+                stack.enter_context(short_batches_uncompiled(trainer, self._say_short))
             yield _detail(targets, alone, self.backend)
-        if summary := report.summary():
-            self.say(summary)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -196,34 +207,24 @@ class Compile(PerfCallback):
             )
         return None
 
-    def _census(self, targets: Regions) -> Any:
-        """Return what watches the batches and gives up recording graphs when shapes keep coming."""
-        shapes: set[tuple[torch.Size, ...]] = set()
-        options = self._options() | {"mode": _CAPTURING.get(self.mode or "")}
-
-        def look(batch: Any) -> Any:
-            known = len(shapes)
-            shapes.add(tuple(t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor)))
-            if known == _FEW_SHAPES < len(shapes):
-                _compile(targets, options)
-                self.say(
-                    f"more than {_FEW_SHAPES} batch shapes were seen, and mode={self.mode!r} "
-                    f"records a CUDA graph for each: going on with mode={options['mode']!r}. "
-                    "The mode is made for few shapes: pad batches to a few lengths in the loader's "
-                    "collate_fn."
-                )
-            return batch
-
-        return look
-
-    def _foresee(self, trainer: Trainer, loader: DataLoader[Any]) -> None:
-        short = short_last_batch(loader)
-        if short and len(loader) > 1:
+    def _give_up(self, targets: Regions) -> None:
+        """Go on with code for any shape, and without recording graphs."""
+        options = self._options()
+        if self.mode in _CAPTURING:
+            options["mode"] = _CAPTURING[self.mode]
             self.say(
-                f"the last batch ({stage_of(trainer)}) has {short} samples, the others "
-                f"{loader.batch_size}: with dynamic=False it is compiled apart, once. Set "
-                "drop_last=True in the DataLoader, or leave `dynamic` at None."
+                f"more than {FEW_SHAPES} batch shapes were seen, and mode={self.mode!r} records a "
+                f"CUDA graph for each: going on with mode={options['mode']!r}. The mode is made "
+                "for few shapes: pad batches to a few lengths in the loader's collate_fn."
             )
+        _compile(targets, options)
+
+    def _say_short(self, stage: str, samples: int, full: int) -> None:
+        self.say(
+            f"the last batch ({stage}) has {samples} samples, the others {full}: it runs "
+            "uncompiled, since code for both sizes would be slower. Set drop_last=True in the "
+            "DataLoader to leave it out, or dynamic=True to compile it too."
+        )
 
 
 def _targets(model: nn.Module, regions: str | Sequence[str]) -> tuple[Regions, Regions]:

@@ -1,0 +1,99 @@
+"""Which modules of a model are recomputed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_perf.callbacks._blocks import has_forward, named_module, repeated_blocks
+from lightning_perf.callbacks._checkpoint_forward import Block, recomputing
+
+
+def chosen_blocks(
+    model: nn.Module, blocks: str | Sequence[str] = "auto", every_n: int = 1
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the modules to recompute, and those left alone with the reason, by name.
+
+    Args:
+        model: Any module.
+        blocks: As for `ActivationCheckpointing`.
+        every_n: Take the first of each n blocks.
+
+    Raises:
+        ValueError: There is no module of that name or class, or it is a LightningModule.
+    """
+    if every_n < 1:
+        raise ValueError(f"every_n={every_n} was asked for; it is at least 1.")
+    if blocks == "auto":
+        found = repeated_blocks(model)
+    elif isinstance(blocks, str):
+        raise ValueError(
+            f"blocks={blocks!r} was asked for; it is 'auto' or a list of names of modules or of "
+            f"their classes, such as blocks=[{blocks!r}]."
+        )
+    else:
+        found = {name: block for entry in blocks for name, block in _meant(model, entry).items()}
+    # The wrapper that torch.compile returns holds the block itself.
+    found = {name: getattr(block, "_orig_mod", block) for name, block in found.items()}
+    outermost = _outermost(found)
+    chosen = {name: outermost[name] for name in list(outermost)[::every_n]}
+    left = {name: reason for name, block in chosen.items() if (reason := _replaced(block))}
+    return {name: block for name, block in chosen.items() if name not in left}, left
+
+
+@contextmanager
+def all_recomputing(chosen: dict[str, nn.Module], *, selective: bool) -> Iterator[dict[str, Block]]:
+    """Recompute modules in each backward pass, for the length of a block of code."""
+    blocks = {name: Block(module, selective=selective) for name, module in chosen.items()}
+    with ExitStack() as stack:
+        for block in blocks.values():
+            stack.enter_context(recomputing(block))
+        yield blocks
+
+
+def none_found(model: nn.Module, left: dict[str, str]) -> str:
+    """Return what to say of a model without a module to recompute."""
+    if left:
+        return "; ".join(f"{name}: {reason}" for name, reason in left.items())
+    return (
+        f"{type(model).__name__} has no repeated blocks, lists of at least two modules of one "
+        "class with several layers. Name modules in `blocks`."
+    )
+
+
+def _meant(model: nn.Module, entry: str) -> dict[str, nn.Module]:
+    """Return the modules that an entry means: all of a class, or one by its name."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    of_class = {name: m for name, m in modules.items() if type(m).__name__ == entry}
+    if of_class:
+        return of_class
+    classes = {type(module).__name__ for module in modules.values()}
+    if entry[:1].isupper() and (close := difflib.get_close_matches(entry, classes, n=1)):
+        raise ValueError(
+            f"blocks names {entry!r}, but {type(model).__name__} has no module of that class. "
+            f"Did you mean {close[0]!r}?"
+        )
+    module = named_module(model, entry, argument="blocks")
+    if isinstance(module, LightningModule):
+        raise ValueError(f"blocks names {entry!r}, a LightningModule. Name the networks in it.")
+    if has_forward(module):
+        return {entry: module}
+    # A list of modules is not called; its members are.
+    return {f"{entry}.{name}": member for name, member in module.named_children()}
+
+
+def _outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Leave out blocks inside of others, and second names of a block."""
+    inside = {id(part) for block in blocks.values() for part in list(block.modules())[1:]}
+    once = {id(block): (name, block) for name, block in reversed(blocks.items())}
+    return {name: block for name, block in reversed(once.values()) if id(block) not in inside}
+
+
+def _replaced(block: nn.Module) -> str | None:
+    if "forward" in vars(block):
+        return "its `forward` was replaced on the object, and is left as it is"
+    return None

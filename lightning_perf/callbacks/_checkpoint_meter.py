@@ -1,0 +1,226 @@
+"""FLOPs of operations, bytes kept for the backward pass, and which results to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+# PyTorch's formulas, and the CPU's attention, which has the arguments of the one they know.
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+# Together with its inputs, a block keeps at most this share of what it would save.
+_KEPT_SHARE = 0.6
+
+Storages = dict[int, tuple[StorageWeakRef, int]]
+"""Storages by address, with their bytes; an address is not used again while it is held here."""
+
+
+@dataclass
+class Operation:
+    """One call of an operation that FLOPs are counted for.
+
+    Args:
+        flops: Floating-point operations it takes.
+        nbytes: Size of its results.
+        changed: Whether something is written into its results later.
+    """
+
+    flops: int
+    nbytes: int
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one recomputation did.
+
+    Args:
+        operations: The operations with FLOPs, in the order they ran.
+        saved: Bytes that the block's operations save for the backward pass, its inputs apart.
+        saved_inputs: The inputs of the block that they save as well.
+        inputs: All inputs of the block.
+    """
+
+    operations: tuple[Operation, ...]
+    saved: int
+    saved_inputs: Storages
+    inputs: Storages
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all operations."""
+        return sum(operation.flops for operation in self.operations)
+
+    def kept_flops(self, kept: frozenset[int]) -> int:
+        """FLOPs of the operations at some positions."""
+        return sum(o.flops for i, o in enumerate(self.operations) if i in kept)
+
+    def kept_bytes(self, kept: frozenset[int]) -> int:
+        """Bytes of the results of the operations at some positions."""
+        return sum(o.nbytes for i, o in enumerate(self.operations) if i in kept)
+
+
+class Meter(TorchDispatchMode):
+    """Counts FLOPs, and notes which storages are made, for the length of a block."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._storages: Storages = {}
+        self._made: dict[int, Operation | None] = {}
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all operations so far."""
+        return sum(operation.flops for operation in self.operations)
+
+    def alive_bytes(self) -> int:
+        """Return the bytes of the storages made here that something still holds."""
+        return alive_bytes({address: self._storages[address] for address in self._made})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and note it."""
+        kwargs = kwargs or {}
+        # What an operation is given was there before, or is noted already.
+        self._storages |= storages_of((args, kwargs))
+        out = func(*args, **kwargs)
+        self._note_writes(func, args, kwargs)
+        made = {a: s for a, s in storages_of(out).items() if a not in self._storages}
+        self._storages |= made
+        operation = None
+        if has_flops(func):
+            nbytes = sum(nbytes for _, nbytes in made.values())
+            operation = Operation(_flops(func, args, kwargs, out), nbytes)
+            self.operations.append(operation)
+        self._made |= dict.fromkeys(made, operation)
+        return out
+
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        named = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
+        for argument in schema.arguments:
+            if argument.is_write:
+                for address in storages_of(named.get(argument.name)):
+                    if operation := self._made.get(address):
+                        operation.changed = True
+
+
+def storages_of(tree: Any) -> Storages:
+    """Return the storages of the dense tensors in a nested structure."""
+    found: Storages = {}
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            storage = leaf.untyped_storage()
+            reference = StorageWeakRef(storage)
+            found[reference.cdata] = reference, storage.nbytes()
+    return found
+
+
+def union(storages: Iterable[Storages]) -> Storages:
+    """Return all storages, each once."""
+    return {address: storage for some in storages for address, storage in some.items()}
+
+
+def total_bytes(storages: Storages) -> int:
+    """Return the bytes of storages."""
+    return sum(nbytes for _, nbytes in storages.values())
+
+
+def alive_bytes(storages: Storages) -> int:
+    """Return the bytes of the storages that something still holds."""
+    return sum(nbytes for reference, nbytes in storages.values() if not reference.expired())
+
+
+def has_flops(func: Any) -> bool:
+    """Say whether FLOPs are counted for an operation: matrix products, convolutions, attention."""
+    return getattr(func, "_overloadpacket", func) in _FORMULAS
+
+
+def worth_keeping(profile: Profile) -> frozenset[int]:
+    """Choose the operations whose results a selective block keeps, by their position.
+
+    Results that took the most FLOPs per byte come first, as many as fit.
+    """
+    kept = set()
+    before = profile.saved + total_bytes(profile.saved_inputs)
+    room = _KEPT_SHARE * before - total_bytes(profile.inputs)
+    by_price = sorted(
+        enumerate(profile.operations),
+        key=lambda item: (item[1].flops / max(1, item[1].nbytes), item[1].flops),
+        reverse=True,
+    )
+    for position, operation in by_price:
+        # A cached result that is written to afterwards cannot be given back as it was.
+        if not operation.changed and operation.nbytes <= room:
+            kept.add(position)
+            room -= operation.nbytes
+    return frozenset(kept)
+
+
+def contexts_keeping(kept: frozenset[int]) -> tuple[Any, Any]:
+    """Return the contexts for `torch.utils.checkpoint` that keep the results at some positions."""
+    # Older versions of PyTorch ask again while recomputing.
+    positions = {False: count(), True: count()}
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if has_flops(func) and next(positions[context.is_recompute]) in kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return _selective_contexts(policy)
+
+
+def contexts_keeping_products() -> tuple[Any, Any]:
+    """Return contexts that keep the results of all operations with FLOPs, for compiled blocks."""
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if has_flops(func):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return _selective_contexts(policy)
+
+
+def _selective_contexts(
+    policy: Callable[..., CheckpointPolicy],
+) -> tuple[Any, Any]:
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    formula = _FORMULAS[getattr(func, "_overloadpacket", func)]
+    # A formula that does not know some arguments must not stop a training.
+    with suppress(Exception):
+        return int(formula(*args, **kwargs, out_val=out))
+    return 0
+
+
+def mebibytes(nbytes: int) -> str:
+    """Return a size as people read it."""
+    return f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,1 @@
+"""Models made faster for evaluation, without Lightning."""
