@@ -1,19 +1,25 @@
-"""A module that shows every difference between eager and replayed steps, and runs to compare."""
+"""Modules that show every difference between eager calls and replays, and runs to compare."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from cpu_graphs import CPUGraph, cpu_graphs
 from lightning.pytorch import Callback, LightningModule, Trainer
 from models import conv_net, images, trainer
 from torch import Tensor, nn
 
+from lightning_perf import NoEffectWarning
 from lightning_perf.callbacks import CUDAGraph
+from lightning_perf.callbacks.cuda_graph import cuda_graphed
 
 
 class Steps(LightningModule):
@@ -128,3 +134,96 @@ def assert_same(stock: Run, run: Run) -> None:
     assert sorted(run.record.hooks) == sorted(stock.record.hooks)
     assert run.trainer.callback_metrics == stock.trainer.callback_metrics
     assert run.trainer.global_step == stock.trainer.global_step
+
+
+# --- networks without a Trainer
+
+
+class Dense(nn.Sequential):
+    """Three layers on 8 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def inputs(count: int, *shape: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(count):
+        yield torch.randn(*(shape or (4, 8)), generator=generator)
+
+
+Step = Callable[[nn.Module, Tensor], Any]
+
+
+def plain(net: nn.Module, x: Tensor) -> Tensor:
+    out = net(x)
+    out.square().sum().backward()
+    return out
+
+
+def train(net: nn.Module, step: Step, steps: int = 8, shape: tuple[int, ...] = ()) -> list[Any]:
+    """Train with ``step`` doing forward and backward; return what it returned, and gradients."""
+    torch.manual_seed(6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    kept = []
+    for x in inputs(steps, *shape):
+        optimizer.zero_grad()
+        kept.append(step(net, x))
+        kept.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        optimizer.step()
+    return kept
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, two) and one.requires_grad == two.requires_grad
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return list(one) == list(two) and same(list(one.values()), list(two.values()))
+    return bool(one == two)
+
+
+@contextmanager
+def graphed(net: nn.Module, **kwargs: Any) -> Iterator[list[CPUGraph]]:
+    with cpu_graphs() as graphs, cuda_graphed(net, **{"strict": True, **kwargs}):
+        yield graphs
+
+
+@contextmanager
+def warned(message: str) -> Iterator[list[str]]:
+    """Expect one warning, after which the network stays eager."""
+    messages: list[str] = []
+    with pytest.warns(NoEffectWarning, match=message) as caught:
+        yield messages
+    messages += [str(warning.message) for warning in caught]
+    assert len(messages) == 1
+
+
+def compare(make: Callable[[], nn.Module], step: Step = plain, **kwargs: Any) -> list[CPUGraph]:
+    """Train without and with graphs and return the graphs, forward and backward in turn."""
+    torch.manual_seed(1)
+    net = make()
+    other = copy.deepcopy(net)
+    stock = train(net, step, **kwargs)
+    with graphed(other) as graphs:
+        item = train(other, step, **kwargs)
+    assert same(stock, item)
+    assert same(list(net.state_dict().values()), list(other.state_dict().values()))
+    return graphs
+
+
+def reason(make: Callable[[], nn.Module], step: Step = plain, **kwargs: Any) -> str:
+    """Train with a network that stays eager, correctly, and return why."""
+    torch.manual_seed(1)
+    net = make()
+    other = copy.deepcopy(net)
+    state = random.getstate(), np.random.get_state()
+    stock = train(net, step, **kwargs)
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    with warned("") as caught, graphed(other, strict=None) as graphs:
+        item = train(other, step, **kwargs)
+        assert sum(graph.replays for graph in graphs) == 0
+    assert same(stock, item)
+    return caught[0]

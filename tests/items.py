@@ -94,7 +94,38 @@ def conv_net_with_biases() -> nn.Sequential:
     return net
 
 
+class ResidualBlock(nn.Module):
+    """Changes buffers in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.conv(x)).relu()
+
+
+def residual_net() -> nn.Sequential:
+    """A network of repeated blocks."""
+    blocks = nn.Sequential(*(ResidualBlock() for _ in range(3)))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), blocks, *head)
+
+
 ROWS = [
+    Row(
+        callbacks.ActivationCheckpointing,
+        net=residual_net,
+        idle_model=lambda: Classifier(mlp()),
+        wrong=(
+            ({"blocks": "encoder"}, "'auto' or a list"),
+            ({"blocks": ["nett"]}, "Did you mean 'net'"),
+            ({"blocks": ["BatchNorm"]}, "Did you mean 'BatchNorm2d'"),
+            ({"policy": "partial"}, "'selective'"),
+            ({"policy": 1.5}, "from 0 to 1"),
+            ({"every_n": 0}, "at least 1"),
+        ),
+    ),
     Row(
         callbacks.CUDAGraph,
         around=cpu_graphs,

@@ -1,5 +1,6 @@
 """The items that are callbacks. ``__all__`` is the registry: tests and docs read it."""
 
+from lightning_perf.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_perf.callbacks.channels_last import ChannelsLast
 from lightning_perf.callbacks.compile import Compile
 from lightning_perf.callbacks.cuda_graph import CUDAGraph
@@ -16,6 +17,7 @@ from lightning_perf.callbacks.preallocate import Preallocate
 from lightning_perf.callbacks.threads import Threads
 
 __all__ = [
+    "ActivationCheckpointing",
     "CUDAGraph",
     "ChannelsLast",
     "Compile",

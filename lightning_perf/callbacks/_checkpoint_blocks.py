@@ -12,6 +12,30 @@ from torch import nn
 from lightning_perf.callbacks._blocks import has_forward, named_module, repeated_blocks
 from lightning_perf.callbacks._checkpoint_forward import Block, recomputing
 
+# Half spares well over 40 % of the memory of a transformer, for a tenth of its time and less.
+_SHARES = {"full": 0.0, "selective": 0.5}
+
+
+def require_policy(policy: float | str, every_n: int) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        ValueError: The policy is unknown, or ``every_n`` is below 1.
+    """
+    known = policy in _SHARES if isinstance(policy, str) else 0 <= policy <= 1
+    if not known or isinstance(policy, bool):
+        raise ValueError(
+            f"policy={policy!r} was asked for; it is 'full', 'selective', or the share of "
+            "activations to keep, a number from 0 to 1."
+        )
+    if every_n < 1:
+        raise ValueError(f"every_n={every_n} was asked for; it is at least 1.")
+
+
+def kept_share(policy: float | str) -> float:
+    """Return the share of its activations that a block may keep."""
+    return _SHARES[policy] if isinstance(policy, str) else float(policy)
+
 
 def chosen_blocks(
     model: nn.Module, blocks: str | Sequence[str] = "auto", every_n: int = 1
@@ -26,8 +50,6 @@ def chosen_blocks(
     Raises:
         ValueError: There is no module of that name or class, or it is a LightningModule.
     """
-    if every_n < 1:
-        raise ValueError(f"every_n={every_n} was asked for; it is at least 1.")
     if blocks == "auto":
         found = repeated_blocks(model)
     elif isinstance(blocks, str):
@@ -46,13 +68,31 @@ def chosen_blocks(
 
 
 @contextmanager
-def all_recomputing(chosen: dict[str, nn.Module], *, selective: bool) -> Iterator[dict[str, Block]]:
+def all_recomputing(
+    chosen: dict[str, nn.Module], policy: float | str
+) -> Iterator[dict[str, Block]]:
     """Recompute modules in each backward pass, for the length of a block of code."""
-    blocks = {name: Block(module, selective=selective) for name, module in chosen.items()}
+    share = kept_share(policy)
+    blocks = {name: Block(module, share=share) for name, module in chosen.items()}
     with ExitStack() as stack:
         for block in blocks.values():
             stack.enter_context(recomputing(block))
         yield blocks
+
+
+def required_blocks(
+    model: nn.Module, blocks: str | Sequence[str], policy: float | str, every_n: int
+) -> dict[str, nn.Module]:
+    """Return the modules to recompute, by name.
+
+    Raises:
+        ValueError: There are none, or an argument is wrong.
+    """
+    require_policy(policy, every_n)
+    chosen, left = chosen_blocks(model, blocks, every_n)
+    if not chosen:
+        raise ValueError(none_found(model, left))
+    return chosen
 
 
 def none_found(model: nn.Module, left: dict[str, str]) -> str:

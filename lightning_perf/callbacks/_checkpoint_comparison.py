@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lightning_perf._preserve_state import preserve_model
-from lightning_perf.callbacks._checkpoint_blocks import all_recomputing, chosen_blocks, none_found
+from lightning_perf.callbacks._checkpoint_blocks import all_recomputing, required_blocks
 from lightning_perf.callbacks._checkpoint_forward import Block, Stopwatch
-from lightning_perf.callbacks._checkpoint_meter import Meter, mebibytes
+from lightning_perf.callbacks._checkpoint_meter import Meter, readable
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class CheckpointingCost:
 
     def __str__(self) -> str:
         return (
-            f"{mebibytes(self.recomputed.saved_bytes)} kept for the backward pass instead of "
-            f"{mebibytes(self.without.saved_bytes)} ({-self.spared:.0%}), FLOPs "
+            f"{readable(self.recomputed.saved_bytes)} kept for the backward pass instead of "
+            f"{readable(self.without.saved_bytes)} ({-self.spared:.0%}), FLOPs "
             f"{self.extra_flops:+.1%}, time {self.extra_time:+.0%}"
         )
 
@@ -70,7 +71,7 @@ def checkpointing_cost(
     loss: Callable[[], Tensor],
     blocks: str | Sequence[str] = "auto",
     *,
-    policy: str = "full",
+    policy: float | str = "full",
     every_n: int = 1,
     turns: int = 5,
 ) -> CheckpointingCost:
@@ -83,7 +84,7 @@ def checkpointing_cost(
         model: Any module.
         loss: Runs the forward pass and returns the loss.
         blocks: As for `ActivationCheckpointing`.
-        policy: ``"full"`` or ``"selective"``.
+        policy: As for `ActivationCheckpointing`.
         every_n: Recompute only the first of each n blocks.
         turns: Pairs of steps whose time is compared.
 
@@ -103,10 +104,7 @@ def checkpointing_cost(
         raise ValueError(f"turns={turns} was asked for; it is at least 1.")
     chosen = required_blocks(model, blocks, policy, every_n)
     stopwatch = Stopwatch(next(model.parameters()).device)
-    with (
-        preserve_model(model),
-        all_recomputing(chosen, selective=policy == "selective") as found,
-    ):
+    with preserve_model(model), all_recomputing(chosen, policy) as found:
         bytes_and_flops = [_counted(model, loss, found, recompute) for recompute in (False, True)]
         seconds: tuple[list[float], list[float]] = ([], [])
         for _ in range(turns):
@@ -120,36 +118,17 @@ def checkpointing_cost(
     )
 
 
-def required_blocks(
-    model: nn.Module, blocks: str | Sequence[str], policy: str, every_n: int
-) -> dict[str, nn.Module]:
-    """Return the modules to recompute, by name.
-
-    Raises:
-        ValueError: There are none, or an argument is wrong.
-    """
-    if policy not in ("full", "selective"):
-        raise ValueError(
-            f"policy={policy!r} was asked for; it is 'full' or 'selective'. A memory budget is a "
-            "setting of torch.compile: torch._functorch.config.activation_memory_budget."
-        )
-    chosen, left = chosen_blocks(model, blocks, every_n)
-    if not chosen:
-        raise ValueError(none_found(model, left))
-    return chosen
-
-
 def _counted(
     model: nn.Module, loss: Callable[[], Tensor], blocks: dict[str, Block], recompute: bool
 ) -> tuple[int, int]:
     _prepare(model, blocks, recompute)
     # In its first step a selective policy learns what to keep.
-    loss().backward()
+    torch.autograd.backward(loss())
     _prepare(model, blocks, recompute)
     with Meter() as meter:
         value = loss()
         saved = meter.alive_bytes()
-        value.backward()
+        torch.autograd.backward(value)
     return saved, meter.flops
 
 
@@ -162,7 +141,7 @@ def _timed(
 ) -> float:
     _prepare(model, blocks, recompute)
     start = stopwatch.now()
-    loss().backward()
+    torch.autograd.backward(loss())
     return stopwatch.now() - start
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_perf._item import instance_attribute
 from lightning_perf.callbacks._checkpoint_meter import (
@@ -23,7 +22,6 @@ from lightning_perf.callbacks._checkpoint_meter import (
     Profile,
     alive_bytes,
     contexts_keeping,
-    contexts_keeping_products,
     storages_of,
     union,
     worth_keeping,
@@ -61,15 +59,16 @@ class Block:
 
     Args:
         module: The module.
-        selective: Keep the results that took most to compute, once a recomputation told which.
+        share: Of what the block would save, the share that it may keep: the results that took most
+            to compute, once a recomputation told which; 0 keeps nothing but the inputs.
     """
 
-    def __init__(self, module: nn.Module, *, selective: bool) -> None:
+    def __init__(self, module: nn.Module, *, share: float = 0.0) -> None:
         self.module = module
-        self.selective = selective
+        self.share = share
         self.kept: frozenset[int] = frozenset()
         self.left_alone = False
-        self.recording = selective
+        self.recording = share > 0
         self.profiles: list[Profile] = []
         self.stopwatch: Stopwatch | None = None
         self.calls = 0
@@ -88,9 +87,8 @@ class Block:
         # Of inputs that the block changes in place, the recomputation needs a copy.
         inputs = [_copy(leaf) for leaf in leaves] if self.changes_inputs else leaves
         versions = [_version(leaf) for leaf in leaves]
-        context_fn = partial(contexts_keeping, self.kept) if self.kept else noop_context_fn
         with _without_autocast_cache() if self.kept else nullcontext():
-            out = checkpoint(call, *inputs, use_reentrant=False, context_fn=context_fn)
+            out = checkpoint(call, *inputs, use_reentrant=False, context_fn=call.contexts)
         call.forward_is_over()
         if self.calls == 0:
             self.changes_inputs = versions != [_version(leaf) for leaf in leaves]
@@ -100,13 +98,13 @@ class Block:
     def recomputed(self, profile: Profile) -> None:
         """Note what a recomputation did, and choose what to keep from now on."""
         self.profiles.append(profile)
-        if self.selective and len(self.profiles) == 1:
-            self.kept = worth_keeping(profile)
+        if self.share > 0 and len(self.profiles) == 1:
+            self.kept = worth_keeping(profile, self.share)
         self.recording = self.stopwatch is not None
 
     def keep_nothing(self) -> None:
         """Give up the choice: cached results serve one backward pass only."""
-        self.selective, self.kept = False, frozenset()
+        self.share, self.kept = 0.0, frozenset()
 
     def _is_differentiated(self, given: Any) -> bool:
         leaves = tree_leaves(given)
@@ -130,21 +128,19 @@ class _Call:
         self.leaves, self._structure = tree_flatten(self._given)
         self._inputs = [storages_of(leaf) for leaf in self.leaves] if block.recording else []
         self._state = BlockState(block.modules, process_rng=block.draws_from_process)
-        self._recomputations = 0
 
     def __call__(self, *leaves: Any) -> Any:
         if self._given is not None:
             args, kwargs = self._given
             self._given = None  # else they would live until the backward pass
             return type(self._block.module).forward(self._block.module, *args, **kwargs)
-        block = self._block
-        block.recomputations += 1
-        self._recomputations += 1
-        if self._recomputations == 2 and block.selective:
-            block.keep_nothing()
-        with block.stopwatch.measuring() if block.stopwatch else nullcontext():
-            with self._state.put_back():
-                return self._recorded(leaves) if self._inputs else self._forward(leaves)
+        return self._recorded(leaves) if self._inputs else self._forward(leaves)
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return what `torch.utils.checkpoint` puts around the forward pass and recomputations."""
+        kept = self._block.kept
+        forward, recompute = contexts_keeping(kept) if kept else (nullcontext(), nullcontext())
+        return forward, _Recomputation(self._block, self._state, recompute)
 
     def forward_is_over(self) -> None:
         """Let go of what only the forward pass needed."""
@@ -184,10 +180,42 @@ class _Call:
             self._inputs = []
 
 
+class _Recomputation:
+    """Put around each recomputation of one call, outside of what selective checkpointing watches.
+
+    Args:
+        block: Whose call it is.
+        state: How the forward pass found the block.
+        inner: The context that gives back what was kept.
+    """
+
+    def __init__(self, block: Block, state: BlockState, inner: Any) -> None:
+        self._block = block
+        self._state = state
+        self._inner = inner
+        self._times = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._times += 1
+        self._block.recomputations += 1
+        if self._times == 2:
+            self._block.keep_nothing()
+        with ExitStack() as stack:
+            if self._block.stopwatch is not None:
+                stack.enter_context(self._block.stopwatch.measuring())
+            stack.enter_context(self._state.put_back())
+            stack.enter_context(self._inner)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+
 @contextmanager
 def recomputing(block: Block) -> Iterator[None]:
     """Recompute a module in each backward pass, for the length of a block of code."""
-    forward = _forward_selective if block.selective else _forward_full
+    forward = _forward_uncompiled if _has_state(block.module) else _forward
     _blocks[block.module] = block
     try:
         with instance_attribute(block.module, "forward", MethodType(forward, block.module)):
@@ -206,33 +234,30 @@ def recomputed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 _blocks: WeakKeyDictionary[nn.Module, Block] = WeakKeyDictionary()
 
 
-def _forward_full(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return _traced(module, noop_context_fn, args, kwargs)
+        return _traced(module, args, kwargs)
     return _eager(module, args, kwargs)
 
 
-def _forward_selective(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return _traced(module, contexts_keeping_products, args, kwargs)
+def _forward_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _eager(module, args, kwargs)
 
 
 # Bound methods of one function, so that torch.compile shares its code among blocks; by their name
 # they are pickled as the module's own, so that a pickle needs nothing from here.
-_forward_full.__name__ = _forward_selective.__name__ = "forward"
+_forward.__name__ = _forward_eager.__name__ = "forward"
+_forward_uncompiled = torch.compiler.disable(_forward_eager)  # type: ignore[no-untyped-call]  # torch
 
 
 def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block = _blocks.get(module)
-    if block is None or block.left_alone or not torch.is_grad_enabled() or torch.jit.is_tracing():
+    if block is None or block.left_alone or not torch.is_grad_enabled() or _is_traced():
         return type(module).forward(module, *args, **kwargs)
     return block.run(args, kwargs)
 
 
-def _traced(
-    module: nn.Module, context_fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand the block to torch.compile, which recomputes it without its side effects."""
     if not torch.is_grad_enabled():
         return type(module).forward(module, *args, **kwargs)
@@ -251,7 +276,21 @@ def _traced(
         finally:
             states[0].forward_is_over()
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Say whether a module saves buffers, which its forward pass may change.
+
+    torch.compile, by version and backend, changes them twice when it recomputes, or raises.
+    """
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return not module.state_dict().keys() <= parameters
+
+
+def _is_traced() -> bool:
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # not declared
+    return bool(tracing())
 
 
 @contextmanager

@@ -27,8 +27,8 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
         _aten._scaled_dot_product_flash_attention_backward
     ],
 }
-# Together with its inputs, a block keeps at most this share of what it would save.
-_KEPT_SHARE = 0.6
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Storages = dict[int, tuple[StorageWeakRef, int]]
 """Storages by address, with their bytes; an address is not used again while it is held here."""
@@ -79,13 +79,13 @@ class Profile:
         return sum(o.nbytes for i, o in enumerate(self.operations) if i in kept)
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts FLOPs, and notes which storages are made, for the length of a block."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.operations: list[Operation] = []
         self._storages: Storages = {}
         self._made: dict[int, Operation | None] = {}
@@ -136,7 +136,7 @@ def storages_of(tree: Any) -> Storages:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             storage = leaf.untyped_storage()
-            reference = StorageWeakRef(storage)
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch
             found[reference.cdata] = reference, storage.nbytes()
     return found
 
@@ -153,7 +153,11 @@ def total_bytes(storages: Storages) -> int:
 
 def alive_bytes(storages: Storages) -> int:
     """Return the bytes of the storages that something still holds."""
-    return sum(nbytes for reference, nbytes in storages.values() if not reference.expired())
+    return sum(nbytes for reference, nbytes in storages.values() if not _expired(reference))
+
+
+def _expired(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def has_flops(func: Any) -> bool:
@@ -161,14 +165,18 @@ def has_flops(func: Any) -> bool:
     return getattr(func, "_overloadpacket", func) in _FORMULAS
 
 
-def worth_keeping(profile: Profile) -> frozenset[int]:
-    """Choose the operations whose results a selective block keeps, by their position.
+def worth_keeping(profile: Profile, share: float) -> frozenset[int]:
+    """Choose the operations whose results a block keeps, by their position.
 
     Results that took the most FLOPs per byte come first, as many as fit.
+
+    Args:
+        profile: What a recomputation of the block did.
+        share: Of what the block would save, the share that it may keep, its inputs included.
     """
     kept = set()
     before = profile.saved + total_bytes(profile.saved_inputs)
-    room = _KEPT_SHARE * before - total_bytes(profile.inputs)
+    room = share * before - total_bytes(profile.inputs)
     by_price = sorted(
         enumerate(profile.operations),
         key=lambda item: (item[1].flops / max(1, item[1].nbytes), item[1].flops),
@@ -176,7 +184,7 @@ def worth_keeping(profile: Profile) -> frozenset[int]:
     )
     for position, operation in by_price:
         # A cached result that is written to afterwards cannot be given back as it was.
-        if not operation.changed and operation.nbytes <= room:
+        if not operation.changed and 0 < operation.nbytes <= room:
             kept.add(position)
             room -= operation.nbytes
     return frozenset(kept)
@@ -192,24 +200,8 @@ def contexts_keeping(kept: frozenset[int]) -> tuple[Any, Any]:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return _selective_contexts(policy)
-
-
-def contexts_keeping_products() -> tuple[Any, Any]:
-    """Return contexts that keep the results of all operations with FLOPs, for compiled blocks."""
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if has_flops(func):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return _selective_contexts(policy)
-
-
-def _selective_contexts(
-    policy: Callable[..., CheckpointPolicy],
-) -> tuple[Any, Any]:
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    make: Any = create_selective_checkpoint_contexts  # torch has no types here
+    contexts: tuple[Any, Any] = make(policy)
     return contexts
 
 
@@ -221,6 +213,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     return 0
 
 
-def mebibytes(nbytes: int) -> str:
+def readable(nbytes: float) -> str:
     """Return a size as people read it."""
-    return f"{nbytes / 2**20:.1f} MiB"
+    unit = 0
+    while nbytes >= 1024 and unit < len(_UNITS) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:.1f} {_UNITS[unit]}"

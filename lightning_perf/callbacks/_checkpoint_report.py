@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_perf._item import instance_attribute
 from lightning_perf.callbacks._checkpoint_forward import Block, Stopwatch
-from lightning_perf.callbacks._checkpoint_meter import Meter, mebibytes, total_bytes, union
+from lightning_perf.callbacks._checkpoint_meter import Meter, readable, total_bytes, union
 
 # After the first step, in which everything is new.
 _TIMED_STEPS = 5
@@ -172,7 +172,7 @@ class FirstSteps:
             costs.append(f"{statistics.median(self._extra_times):+.0%} time")
         count = f"{len(blocks)} block{'s keep' if len(blocks) > 1 else ' keeps'}"
         self._say(
-            f"{count} {mebibytes(after)} for the backward pass instead of {mebibytes(before)} "
+            f"{count} {readable(after)} for the backward pass instead of {readable(before)} "
             f"({after / before - 1:.0%}); the recomputation adds {' and '.join(costs)} to forward "
             f"and backward."
         )

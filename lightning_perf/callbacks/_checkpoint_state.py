@@ -24,12 +24,15 @@ Generator = torch.Generator | np.random.Generator | random.Random
 _CONTAINERS = (dict, list, set, deque)
 # Parameters, submodules and hooks are not what a forward pass changes.
 _LEFT_OUT = vars(nn.Module()).keys() - {"_buffers"}
+# Batch normalization writes its statistics without a trace in their version, so that of small
+# tensors the copies are kept anyway. A large one is a mask, a table or weights.
+_SMALL = 2**16
 
 
 class BlockState:
     """Attributes, buffers and random generators of a block's modules, as they are now.
 
-    Copies of tensors that the forward pass does not change live only as long as it takes.
+    Copies of large tensors that the forward pass does not change live only as long as it takes.
 
     Args:
         modules: The block and everything in it.
@@ -51,7 +54,7 @@ class BlockState:
         self._tensors = {
             key: (tensor, version, copy)
             for key, (tensor, version, copy) in self._tensors.items()
-            if tensor._version != version
+            if tensor._version != version or tensor.numel() <= _SMALL
         }
         if self._process is not None and _same_rng(self._process, _process_rng()):
             self._process = None

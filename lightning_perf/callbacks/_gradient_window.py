@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+Number = float | Tensor
+"""A float, or on a GPU, where reading it would wait for the GPU, a tensor in double precision."""
+
 
 class GradientWindow:
     """The micro-batches of one optimizer step, each with its weight.
@@ -39,8 +42,8 @@ class GradientWindow:
     """
 
     def __init__(self, usual: float | None = None) -> None:
-        self._usual = None if usual is None else as_weight(usual)
-        self._weights: list[Tensor] = []
+        self._usual: Number | None = None if usual is None else as_weight(usual)
+        self._weights: list[Number] = []
         self._device = torch.device("cpu")
         self.summary = WindowSummary()
 
@@ -52,12 +55,12 @@ class GradientWindow:
     def weigh(self, loss: Tensor, weight: float | Tensor = 1) -> Tensor:
         """Return the loss to call ``backward`` on.
 
-        A micro-batch of weight 0, such as one without any target, whose mean loss is NaN, adds
-        nothing to the gradients.
+        A micro-batch of weight 0 adds nothing to the gradients. So does one without any target: the
+        cross-entropy of torch is NaN there, but its backward is not.
 
         Args:
             loss: The mean over the things in this micro-batch, a scalar.
-            weight: How many they are; a tensor on the device of the loss is not read back.
+            weight: How many they are; a tensor on a GPU is not read back.
 
         Raises:
             ValueError: The weight is no number, is negative or not finite.
@@ -65,15 +68,12 @@ class GradientWindow:
         mine = as_weight(weight)
         self._device = loss.device
         if self._usual is None:
-            first = self._over_processes(mine) / _processes()
-            self._usual = torch.where(first > 0, first, 1)
+            self._usual = _nonzero(self._over_processes(mine) / _processes())
         self._weights.append(mine)
         ratio = mine / self._usual
-        if not _on_host(ratio):
-            return (loss * ratio.to(loss.dtype)).masked_fill(ratio == 0, 0)
-        if not ratio.item():
-            return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0)
-        return loss if ratio.item() == 1 else loss * ratio.item()
+        if isinstance(ratio, Tensor):
+            return loss * ratio.to(loss.dtype)
+        return loss if ratio == 1 else loss * ratio
 
     def correct(self, optimizer: Optimizer, *, divisor: float = 1, alike: bool = False) -> None:
         """Make the gradients those of one big batch, and start a new window.
@@ -87,25 +87,29 @@ class GradientWindow:
         """
         if self._usual is None or not self._weights:
             return
-        total = _stacked(self._weights).sum()
+        total = sum(self._weights)
         total = total * _processes() if alike else self._over_processes(total)
-        factor = torch.where(total > 0, divisor * _processes() * self._usual / total, 1)
-        if not _on_host(factor) or factor.item() != 1:
+        factor = divisor * _processes() * self._usual / _nonzero(total)
+        if isinstance(factor, Tensor) or factor != 1:
             scale_gradients(optimizer, factor)
-        self.summary.add(factor * _stacked(self._weights, factor.device) / self._usual)
+        self.summary.add([factor * weight / self._usual for weight in self._weights])
         self.forget()
 
     def forget(self) -> None:
         """Start a new window: the gradients of this one are gone."""
         self._weights.clear()
 
-    def _over_processes(self, weight: Tensor) -> Tensor:
-        """Return the sum over all processes, on a device on which they can communicate."""
+    def _over_processes(self, weight: Number) -> Number:
+        """Return the sum over all processes."""
         if _processes() == 1:
             return weight
-        total = _placed(weight, self._device).clone()
+        if isinstance(weight, Tensor):
+            total = weight.clone()
+        else:
+            # `full` fills it on the device; a copy from the host would wait for the device.
+            total = torch.full((), weight, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
-        return total
+        return total.item() if _readable(total) else total
 
 
 class WindowSummary:
@@ -116,23 +120,23 @@ class WindowSummary:
 
     def __init__(self) -> None:
         self.windows = 0
-        self._corrected: float | Tensor = 0
-        self._least: float | Tensor = math.inf
-        self._most: float | Tensor = 0
+        self._corrected: Number = 0
+        self._least: Number = math.inf
+        self._most: Number = 0
 
-    def add(self, changes: Tensor) -> None:
-        """Note by how much each micro-batch of a window counts more than in a plain mean."""
+    def add(self, changes: list[Any]) -> None:
+        """Note how many times as much each micro-batch of a window counts as in a plain mean."""
         self.windows += 1
-        least, most = torch.aminmax(changes)
-        different = (least != 1) | (most != 1)
-        if not _on_host(changes):
+        if isinstance(changes[0], Tensor):
+            least, most = torch.aminmax(torch.stack(changes))
+            different = (least != 1) | (most != 1)
             self._corrected = self._corrected + different
             self._least = torch.where(different, least, math.inf).clamp(max=self._least)
             self._most = torch.where(different, most, 0).clamp(min=self._most)
-        elif different.item():
-            self._corrected += 1
-            self._least = min(self._least, least.item())
-            self._most = max(self._most, most.item())
+        elif any(change != 1 for change in changes):
+            self._corrected = self._corrected + 1
+            self._least = min(self._least, *changes)
+            self._most = max(self._most, *changes)
 
     def __str__(self) -> str:
         corrected = int(self._corrected)
@@ -144,49 +148,45 @@ class WindowSummary:
         return f"{text}; their micro-batches count {how_much} times as much as without it"
 
 
-def as_weight(weight: Any) -> Tensor:
+def as_weight(weight: Any) -> Number:
     """Return a weight as a number in double precision, on the device where it is.
 
     Raises:
         ValueError: It is no number, is negative or not finite; where it can be read.
     """
-    if isinstance(weight, Tensor) and weight.numel() == 1:
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not _readable(weight):
         # MPS has no float64.
         double = torch.float32 if weight.device.type == "mps" else torch.float64
-        tensor = weight.detach().reshape(()).to(double)
-    else:
-        try:
-            tensor = torch.tensor(float(weight), dtype=torch.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"The weight of a micro-batch is {weight!r}, a {type(weight).__name__}. It must be "
-                "one number: how many things its loss is a mean over."
-            ) from error
-    if _on_host(tensor) and not 0 <= tensor.item() < math.inf:
+        return weight.detach().reshape(()).to(double)
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"The weight of a micro-batch is {tensor.item()}. It must be the number of things that "
-            "its loss is a mean over: finite, and not negative."
+            f"The weight of a micro-batch is {weight!r}, a {type(weight).__name__}. It must be "
+            "one number: how many things its loss is a mean over."
+        ) from error
+    if not 0 <= number < math.inf:
+        raise ValueError(
+            f"The weight of a micro-batch is {number}. It must be the number of things that its "
+            "loss is a mean over: finite, and not negative."
         )
-    return tensor
+    return number
 
 
-def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+def scale_gradients(optimizer: Optimizer, factor: Number) -> None:
     """Multiply the gradients of an optimizer's parameters in place.
 
     Args:
         optimizer: Parameters without a gradient are passed over.
         factor: A number; on a GPU it is not read back.
     """
-    groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in _gradients(optimizer):
-        groups[gradient.device, gradient.dtype, gradient.layout].append(gradient)
+        groups[gradient.device, gradient.dtype].append(gradient)
     with torch.no_grad():
-        for (device, dtype, layout), gradients in groups.items():
-            if _on_host(factor):
-                torch._foreach_mul_(gradients, factor.item())
-            elif layout is not torch.strided:
-                for gradient in gradients:
-                    gradient.mul_(factor.to(device))
+        for (device, dtype), gradients in groups.items():
+            if not isinstance(factor, Tensor):
+                torch._foreach_mul_(gradients, factor)
             elif dtype.itemsize < 4:
                 # Cast to the gradient's dtype, the factor would keep 8 or 11 bits.
                 for gradient in gradients:
@@ -209,24 +209,15 @@ def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
     )
 
 
-def _stacked(weights: list[Tensor], device: torch.device | None = None) -> Tensor:
-    """Put weights together, on the device where one of them is unless told which."""
-    if device is None:
-        device = next((w.device for w in weights if not _on_host(w)), weights[0].device)
-    return torch.stack([_placed(weight, device) for weight in weights])
-
-
-def _placed(weight: Tensor, device: torch.device) -> Tensor:
-    """Put a number onto a device without waiting for it, as a copy from the host would."""
-    if weight.device == device or not _on_host(weight):
-        return weight
-    return torch.full((), weight.item(), dtype=weight.dtype, device=device)
-
-
 def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _on_host(tensor: Tensor) -> bool:
+def _readable(tensor: Tensor) -> bool:
     """Return whether a tensor can be read without waiting for a device."""
     return tensor.device.type == "cpu"
+
+
+def _nonzero(number: Number) -> Number:
+    """Return 1 in the place of 0: what it divides is 0 as well then."""
+    return torch.where(number > 0, number, 1) if isinstance(number, Tensor) else number or 1.0

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -38,6 +39,37 @@ _OUTSIDE = ("logger", "loggers")
 
 class IneligibleError(Exception):
     """The reason why something cannot become a graph, for the user to read."""
+
+
+def require_capturable(model: nn.Module, *, hooks_around: bool = True) -> None:
+    """Raise `IneligibleError` for layers whose Python must run in every step.
+
+    Args:
+        model: A network or a LightningModule.
+        hooks_around: Hooks of ``model`` itself run outside of the graph.
+    """
+    for name, layer in model.named_modules():
+        it = f"its layer {name}" if name else "it"
+        if layer._compiled_call_impl is not None:
+            raise IneligibleError(
+                f"{it} is compiled. For compiled networks use Compile(mode='reduce-overhead'), "
+                "which makes CUDA graphs itself."
+            )
+        if isinstance(layer, nn.SyncBatchNorm) and dist.is_initialized():
+            raise IneligibleError(f"{it} communicates with other processes (SyncBatchNorm).")
+        hooks = (
+            *(layer._forward_hooks, layer._forward_pre_hooks),
+            *(layer._backward_hooks, layer._backward_pre_hooks),
+        )
+        if any(hooks) and (name or not hooks_around):
+            raise IneligibleError(f"{it} has hooks, which a replay would not call.")
+
+
+def first_cause(error: BaseException) -> str:
+    """Return the message of what went wrong first: ending a broken capture fails once more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager

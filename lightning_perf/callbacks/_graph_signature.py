@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
 
 def filled(template: Any, tensors: Sequence[Tensor]) -> Any:
     """Return a copy of a structure that holds other tensors, in the order of `flatten`."""
-    following = iter(tensors)
-    return map_tensors(template, lambda _: next(following))
+    left = deque(tensors)  # empty in the end, so that nothing keeps the tensors
+    return map_tensors(template, lambda _: left.popleft())
 
 
 def static_copy(tensor: Tensor) -> Tensor:

@@ -20,16 +20,16 @@ from lightning_perf import _compat
 from lightning_perf._batches import map_tensors
 from lightning_perf._item import instance_attribute
 from lightning_perf.callbacks._graph_engine import Engine
-from lightning_perf.callbacks._graph_probe import IneligibleError, LogRecorder, trial
+from lightning_perf.callbacks._graph_probe import IneligibleError, first_cause, trial
 from lightning_perf.callbacks._graph_ranks import Ranks, ddp_on_stream, ranks_together
-from lightning_perf.callbacks._graph_signature import constants, filled, flatten
-from lightning_perf.callbacks._graph_state import FrozenState
+from lightning_perf.callbacks._graph_signature import constants, flatten
 from lightning_perf.callbacks._graph_step_checks import (
     Rehearsal,
     ddp_obstacle,
     rehearsed,
     without_number,
 )
+from lightning_perf.callbacks._graph_step_record import StepGraph
 from lightning_perf.callbacks._graph_table import GraphTable
 
 Report = Callable[[str], None]
@@ -241,76 +241,6 @@ class _GraphedSteps:
             torch._foreach_zero_(empty)
 
 
-class StepGraph:
-    """One signature of the training step, recorded.
-
-    Args:
-        trainer: The trainer of the run.
-        module: Its LightningModule.
-        engine: What records and repeats.
-        kwargs: Arguments of the step, as the loop gives them.
-        rehearsal: What a trial run of the step showed.
-        gradients: Where gradients lie for all graphs; missing ones are added.
-
-    Raises:
-        IneligibleError: A replay would not do what the step does.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        engine: Engine,
-        kwargs: Mapping[str, Any],
-        rehearsal: Rehearsal,
-        gradients: dict[nn.Parameter, Tensor],
-    ) -> None:
-        self._module = module
-        self._engine = engine
-        self._read = rehearsal.read
-        self._frozen: FrozenState | None = None
-        self.parameters = rehearsal.parameters
-        for parameter in module.parameters():
-            parameter.grad = None
-        for parameter in self.parameters:
-            if parameter not in gradients:
-                gradients[parameter] = torch.zeros_like(parameter)
-            parameter.grad = gradients[parameter]
-        arguments = without_number(kwargs)
-
-        def function(*values: Tensor) -> tuple[Tensor, ...]:
-            recorder = LogRecorder(module)
-            with instance_attribute(module, "log", recorder):
-                result = _compat.training_step(trainer, {**kwargs, **filled(arguments, values)})
-            if recorder.found or result.closure_loss is None:
-                raise IneligibleError("training_step does something else than it did a moment ago.")
-            scaled = _scaled(trainer, result.closure_loss)
-            module.backward(scaled)
-            results = {
-                "loss": result.loss,
-                "scaled": scaled,
-                "extra": result.extra,
-                "logged": recorder.logged,
-            }
-            outputs = [tensor.detach() for tensor in flatten(results)[0]]
-            self._template = filled(results, outputs)
-            return tuple(outputs)
-
-        self._graph = engine.capture(function, rehearsal.statics)
-
-    def freeze(self) -> None:
-        """Remember the state of the model that is in the graph, once the trial left no trace."""
-        self._frozen = FrozenState(self._module, self._read)
-
-    def changed(self) -> str | None:
-        """Return what is not any more as it was recorded."""
-        return self._frozen.changed() if self._frozen is not None else None
-
-    def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the step on other tensors; the results hold until the next replay."""
-        return filled(self._template, self._engine.replay(self._graph, tensors))
-
-
 def _eager(stock: Any) -> ClosureResult:
     stock()
     result: ClosureResult = stock.consume_result()
@@ -337,15 +267,3 @@ def _forget_reduction(trainer: Trainer) -> None:
     model = trainer.strategy.model
     if isinstance(model, DistributedDataParallel):
         model.reducer._reset_state()
-
-
-def _scaled(trainer: Trainer, loss: Tensor) -> Tensor:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return loss if scaler is None else scaler.scale(loss)
-
-
-def first_cause(error: BaseException) -> str:
-    """Return the message of what went wrong first: ending a broken capture fails once more."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -20,6 +20,7 @@ from lightning_perf.callbacks._graph_probe import (
     Watched,
     attribute_reads,
     observed,
+    require_capturable,
     trainer_reads,
 )
 from lightning_perf.callbacks._graph_signature import filled, static_copy
@@ -65,27 +66,6 @@ def ddp_obstacle(trainer: Trainer) -> str | None:
     return None
 
 
-def _require_capturable(module: LightningModule) -> None:
-    """Raise `IneligibleError` for layers whose Python must run in every step.
-
-    Hooks are the user's way to run it; compiled layers have a faster way to make graphs.
-    """
-    for name, layer in module.named_modules():
-        if layer._compiled_call_impl is not None:
-            raise IneligibleError(
-                f"{name or 'the module'} is compiled. For compiled networks use "
-                "Compile(mode='reduce-overhead'), which makes CUDA graphs itself."
-            )
-        hooks = (
-            *(layer._forward_hooks, layer._forward_pre_hooks),
-            *(layer._backward_hooks, layer._backward_pre_hooks),
-        )
-        if any(hooks):
-            raise IneligibleError(
-                f"{name or 'the module'} has hooks, which a replay would not call."
-            )
-
-
 class Rehearsal(NamedTuple):
     """What a trial run of a step showed.
 
@@ -122,7 +102,7 @@ def rehearsed(
     Raises:
         IneligibleError: It would not.
     """
-    _require_capturable(module)
+    require_capturable(module, hooks_around=False)
     statics = tuple(static_copy(tensor) for tensor in tensors)
     kwargs = {**kwargs, **filled(without_number(kwargs), statics)}
     for parameter in module.parameters():

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_perf._batches import map_tensors
 
-Weight = float | Tensor
-Count = Callable[[Any], Callable[[Tensor], Weight]]
+Count = Callable[[Any], Callable[[Tensor], float | Tensor]]
 """Takes the batch before the step, and returns what gives the weight once the loss is known."""
 
 WEIGHTS = ("batches", "samples", "tokens")
@@ -70,7 +69,7 @@ def counter(weight: str | Callable[[Any], Any], say: Callable[[str], None]) -> C
         }
         return counts[weight]
 
-    def count(batch: Any) -> Callable[[Tensor], Weight]:
+    def count(batch: Any) -> Callable[[Tensor], float | Tensor]:
         found = function(batch)
         return lambda loss: found
 
@@ -125,11 +124,11 @@ def _gives_numbers(node: Any) -> bool:
     return all(math.prod(output.shape) == 1 for output in node._input_metadata)
 
 
-def _one(batch: Any) -> Callable[[Tensor], Weight]:
+def _one(batch: Any) -> Callable[[Tensor], float | Tensor]:
     return lambda loss: 1
 
 
-def _samples(batch: Any) -> Callable[[Tensor], Weight]:
+def _samples(batch: Any) -> Callable[[Tensor], float | Tensor]:
     found = sorted(sizes(batch))
     if len(found) != 1:
         which = f"are {', '.join(map(str, found))}" if found else "are not there"
@@ -148,11 +147,11 @@ class _Tokens:
         self._say = say
         self._told = False
 
-    def __call__(self, batch: Any) -> Callable[[Tensor], Weight]:
+    def __call__(self, batch: Any) -> Callable[[Tensor], float | Tensor]:
         # Looked up before the step, which may take them out of the batch.
         labels, mask = _named(batch, "labels"), _named(batch, "attention_mask")
 
-        def weight(loss: Tensor) -> Weight:
+        def weight(loss: Tensor) -> float | Tensor:
             means = cross_entropy_weights(loss)
             if len(means) == 1:
                 return means[0]

@@ -13,15 +13,22 @@ from torch import nn
 from lightning_perf import _compat
 from lightning_perf._item import Moment, PerfCallback
 from lightning_perf._knobs import knobs
-from lightning_perf.callbacks._checkpoint_blocks import all_recomputing, chosen_blocks, none_found
+from lightning_perf.callbacks._checkpoint_blocks import (
+    all_recomputing,
+    chosen_blocks,
+    kept_share,
+    none_found,
+    require_policy,
+    required_blocks,
+)
 from lightning_perf.callbacks._checkpoint_comparison import (
     CheckpointingCost,
     StepCost,
     checkpointing_cost,
-    required_blocks,
 )
 from lightning_perf.callbacks._checkpoint_forward import Stopwatch, recomputed_blocks
 from lightning_perf.callbacks._checkpoint_report import FirstSteps
+from lightning_perf.callbacks.compile import Compile
 
 __all__ = [
     "ActivationCheckpointing",
@@ -47,11 +54,11 @@ class ActivationCheckpointing(PerfCallback):
     Args:
         blocks: ``"auto"`` takes the repeated blocks: members, all of one class, of a ModuleList or
             a Sequential. A list holds names of modules, or of classes for all modules of them.
-        policy: ``"full"`` keeps the inputs of a block only. ``"selective"`` keeps also those
-            results of matrix products, convolutions and attention that took most FLOPs per byte,
-            up to 60 % of what the block would keep. A number from 0 to 1 is torch.compile's own
-            memory budget, the share of activations to keep, and needs `Compile`; ``blocks`` and
-            ``every_n`` do not matter then.
+        policy: ``"full"`` keeps only the inputs of a block. A number from 0 to 1 is the share of
+            its activations that a block may keep: its inputs, and the results of matrix products,
+            convolutions and attention that took most FLOPs per byte. ``"selective"`` is 0.5. Where
+            `Compile` acts, the share is torch.compile's own memory budget for all that it compiles,
+            and ``blocks`` and ``every_n`` do not matter.
         every_n: Recompute only the first of each n blocks.
         report: Say what the first steps showed: bytes, FLOPs and time.
         strict: See `PerfCallback`.
@@ -86,13 +93,7 @@ class ActivationCheckpointing(PerfCallback):
         strict: bool | None = None,
     ) -> None:
         super().__init__(strict=strict)
-        if policy not in ("full", "selective") and not _is_share(policy):
-            raise ValueError(
-                f"policy={policy!r} was asked for; it is 'full', 'selective' or a number from 0 to "
-                "1, the memory budget of torch.compile."
-            )
-        if every_n < 1:
-            raise ValueError(f"every_n={every_n} was asked for; it is at least 1.")
+        require_policy(policy, every_n)
         self.blocks = blocks
         self.policy = policy
         self.every_n = every_n
@@ -105,23 +106,32 @@ class ActivationCheckpointing(PerfCallback):
                 f"{type(trainer.strategy).__name__} wraps layers itself. Use what it has for this, "
                 "such as `activation_checkpointing_policy` of FSDPStrategy."
             )
-        if not isinstance(self.policy, str):
-            return _no_compiler(trainer, module)
+        if self._is_for_the_compiler(trainer, module):
+            return None
         chosen, left = chosen_blocks(module, self.blocks, self.every_n)
         return None if chosen else none_found(module, left)
 
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Recompute the blocks for the length of the run, and say what it brought."""
-        if not isinstance(self.policy, str):
-            with _memory_budget(self.policy):
-                yield f"memory budget {self.policy:g} for torch.compile"
+        if self._is_for_the_compiler(trainer, module):
+            share = kept_share(self.policy)
+            with _memory_budget(share):
+                yield f"memory budget {share:g} for torch.compile"
             return
         chosen, left = chosen_blocks(module, self.blocks, self.every_n)
-        with all_recomputing(chosen, selective=self.policy == "selective") as blocks:
+        with all_recomputing(chosen, self.policy) as blocks:
             steps = FirstSteps(blocks, Stopwatch(trainer.strategy.root_device), self.say)
             with steps.watching(trainer) if self.report else nullcontext():
                 yield _detail(list(chosen), left, self.policy)
+
+    def _is_for_the_compiler(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Say whether code is compiled that a memory budget acts on."""
+        return kept_share(self.policy) > 0 and any(
+            item.backend != "eager" and item.why_not(trainer, module) is None
+            for item in _compat.callbacks(trainer)
+            if isinstance(item, Compile)
+        )
 
 
 @contextmanager
@@ -129,7 +139,7 @@ def checkpointed(
     model: nn.Module,
     blocks: str | Sequence[str] = "auto",
     *,
-    policy: str = "full",
+    policy: float | str = "full",
     every_n: int = 1,
 ) -> Iterator[tuple[str, ...]]:
     """Recompute blocks of a model in each backward pass, for the length of a block of code.
@@ -137,7 +147,7 @@ def checkpointed(
     Args:
         model: Any module.
         blocks: As for `ActivationCheckpointing`.
-        policy: ``"full"`` or ``"selective"``.
+        policy: As for `ActivationCheckpointing`, without a compiler.
         every_n: Recompute only the first of each n blocks.
 
     Yields:
@@ -156,7 +166,7 @@ def checkpointed(
         ('layers.0', 'layers.1')
     """
     chosen = required_blocks(model, blocks, policy, every_n)
-    with all_recomputing(chosen, selective=policy == "selective"):
+    with all_recomputing(chosen, policy):
         yield tuple(chosen)
 
 
@@ -164,7 +174,7 @@ def checkpointed(
 def _memory_budget(share: float) -> Iterator[None]:
     """Let torch.compile keep that share of the activations, in code that it compiles inside."""
     # What is compiled already was so under another budget, and Dynamo would take it as it is.
-    with knobs(activation_memory_budget=float(share)):
+    with knobs(activation_memory_budget=share):
         torch.compiler.reset()
         try:
             yield
@@ -172,31 +182,9 @@ def _memory_budget(share: float) -> Iterator[None]:
             torch.compiler.reset()
 
 
-def _no_compiler(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why no code is compiled that a memory budget could act on."""
-    from lightning_perf.callbacks.compile import Compile  # imports Dynamo, which takes seconds
-
-    compiles = [item for item in _compat.callbacks(trainer) if isinstance(item, Compile)]
-    if not compiles:
-        return (
-            "a memory budget is kept by torch.compile. Add Compile() to the callbacks, or use "
-            "policy='full' or 'selective'."
-        )
-    if reason := compiles[0].why_not(trainer, module):
-        return (
-            f"a memory budget is kept by torch.compile, but Compile has a reason not to: {reason}"
-        )
-    if compiles[0].backend == "eager":
-        return "a memory budget is kept by torch.compile, but not by Compile(backend='eager')."
-    return None
-
-
-def _is_share(policy: float | str) -> bool:
-    return isinstance(policy, int | float) and not isinstance(policy, bool) and 0 <= policy <= 1
-
-
-def _detail(names: list[str], left: dict[str, str], policy: str) -> str:
+def _detail(names: list[str], left: dict[str, str], policy: float | str) -> str:
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"
     count = "1 block" if len(names) == 1 else f"{len(names)} blocks"
+    kept = policy if isinstance(policy, str) else f"at most {policy:.0%} kept"
     rest = "".join(f"; {name}: {reason}" for name, reason in left.items())
-    return f"{count} ({shown}), {policy}{rest}"
+    return f"{count} ({shown}), {kept}{rest}"

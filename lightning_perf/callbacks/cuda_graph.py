@@ -106,7 +106,8 @@ class CUDAGraph(PerfCallback):
                 self.say(f"{name}: {counts.summary()}")
 
     def _second(self, trainer: Trainer) -> str | None:
-        first = next(item for item in _compat.callbacks(trainer) if isinstance(item, CUDAGraph))
+        items = (item for item in _compat.callbacks(trainer) if isinstance(item, CUDAGraph))
+        first = next(items, self)
         return None if first is self else f"{first!r} acts already. Keep one of the two."
 
     def _report(self, prefix: str, reason: str) -> None:

@@ -18,7 +18,12 @@ from torch.optim import LBFGS
 from lightning_perf import _compat
 from lightning_perf._batches import batches_unseen
 from lightning_perf._item import Moment, PerfCallback, instance_attribute
-from lightning_perf.callbacks._gradient_window import GradientWindow, as_weight, has_gradients
+from lightning_perf.callbacks._gradient_window import (
+    GradientWindow,
+    Number,
+    as_weight,
+    has_gradients,
+)
 from lightning_perf.callbacks._loss_weights import counter, function_of, sizes
 from lightning_perf.callbacks.cuda_graph import CUDAGraph
 
@@ -138,7 +143,7 @@ class _Run:
         self._say = say
         self._count = counter(weight, say)
         self._window = GradientWindow(usual=1 if self._alike else None)
-        self._weight = as_weight(1)
+        self._weight: Number = 1.0
         self._logs = _HeldLogs(_compat.training_results(trainer).log)
         self._sizes = _Sizes()
         self._clears = True
@@ -241,7 +246,7 @@ class _HeldLogs:
     def __init__(self, log: Callable[..., None]) -> None:
         self._log = log
         self._held: list[Callable[..., None]] | None = None
-        self.weight: Tensor | None = None
+        self.weight: Number | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -293,12 +298,9 @@ def _accumulates(trainer: Trainer) -> bool:
     )
 
 
-def _batch_size(weight: Tensor) -> Any:
+def _batch_size(weight: Number) -> Any:
     """Return a weight as Lightning adds it up: whole numbers, where they are known, stay whole."""
-    if weight.device.type != "cpu":
-        return weight
-    number = float(weight)
-    return int(number) if number.is_integer() else number
+    return int(weight) if isinstance(weight, float) and weight.is_integer() else weight
 
 
 def _name(function: Callable[[Any], Any]) -> str:

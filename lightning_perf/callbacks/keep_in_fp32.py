@@ -76,7 +76,7 @@ class KeepInFP32(PerfCallback):
             )
         if all(_half_weights(target) for target in chosen.values()):
             return (
-                f"the weights of {', '.join(chosen)} are in half precision already. "
+                f"the weights of {_listed(chosen)} are in half precision already. "
                 "Mixed precision wants them in float32: remove the call of half() or bfloat16()."
             )
         return None
@@ -87,20 +87,17 @@ class KeepInFP32(PerfCallback):
         _warn_of_half_weights(module)
         chosen = find_modules(module, self.modules)
         with keep_in_fp32(module, self.modules) as kept:
-            left = [name for name in chosen if name not in kept]
-            yield _listed({name: chosen[name] for name in kept}) + (
-                f"; left alone, as their weights are in half precision: {', '.join(left)}"
-                if left
-                else ""
-            )
-        idle = [name for name, forward in kept.items() if not forward.ran]
-        if idle:
-            self.say(
-                f"{len(kept) - len(idle)} of {len(kept)} modules ran in float32. Never called "
-                f"inside autocast: {', '.join(idle)}. Name the module around them that is called."
-            )
-        else:
-            self.say(f"{len(kept)} modules ran in float32.")
+            left = {name: target for name, target in chosen.items() if name not in kept}
+            kinds = _listed({name: chosen[name] for name in kept})
+            half = f"; left alone, as their weights are in half precision: {_listed(left)}"
+            yield kinds + (half if left else "")
+        idle = {name: chosen[name] for name, forward in kept.items() if not forward.ran}
+        advice = (
+            f" Never called inside autocast: {_listed(idle)}. Name the module around them that "
+            "is called."
+        )
+        ran = f"modules that ran in float32: {len(kept) - len(idle)} of {len(kept)}."
+        self.say(ran + (advice if idle else ""))
 
 
 @contextmanager

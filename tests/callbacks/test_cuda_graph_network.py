@@ -3,116 +3,32 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cpu_graphs import CPUGraph, cpu_graphs
-from graph_runs import Steps, assert_same, twins
+from cpu_graphs import cpu_graphs
+from graph_runs import (
+    Dense,
+    Steps,
+    assert_same,
+    compare,
+    graphed,
+    inputs,
+    plain,
+    reason,
+    same,
+    train,
+    twins,
+    warned,
+)
 from models import conv_net, mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_perf import NoEffectWarning
 from lightning_perf.callbacks import ChannelsLast, Compile
-from lightning_perf.callbacks._graph_network import NetworkGraph
+from lightning_perf.callbacks._graph_network_record import NetworkGraph
 from lightning_perf.callbacks.cuda_graph import cuda_graphed, trainable_networks
-
-
-class Dense(nn.Sequential):
-    """Three layers on 8 numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-
-def inputs(count: int, *shape: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(count):
-        yield torch.randn(*(shape or (4, 8)), generator=generator)
-
-
-Step = Callable[[nn.Module, Tensor], Any]
-
-
-def plain(net: nn.Module, x: Tensor) -> Tensor:
-    out = net(x)
-    out.square().sum().backward()
-    return out
-
-
-def train(net: nn.Module, step: Step, steps: int = 8, shape: tuple[int, ...] = ()) -> list[Any]:
-    """Train with ``step`` doing forward and backward; return what it returned, and gradients."""
-    torch.manual_seed(6)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    kept = []
-    for x in inputs(steps, *shape):
-        optimizer.zero_grad()
-        kept.append(step(net, x))
-        kept.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
-        optimizer.step()
-    return kept
-
-
-def same(one: Any, two: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, two) and one.requires_grad == two.requires_grad
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(same, one, two))
-    if isinstance(one, dict):
-        return list(one) == list(two) and same(list(one.values()), list(two.values()))
-    return bool(one == two)
-
-
-@contextmanager
-def graphed(net: nn.Module, **kwargs: Any) -> Iterator[list[CPUGraph]]:
-    with cpu_graphs() as graphs, cuda_graphed(net, **{"strict": True, **kwargs}):
-        yield graphs
-
-
-@contextmanager
-def warned(message: str) -> Iterator[list[str]]:
-    """Expect one warning, after which the network stays eager."""
-    messages: list[str] = []
-    with pytest.warns(NoEffectWarning, match=message) as caught:
-        yield messages
-    messages += [str(warning.message) for warning in caught]
-    assert len(messages) == 1
-
-
-def compare(make: Callable[[], nn.Module], step: Step = plain, **kwargs: Any) -> list[CPUGraph]:
-    """Train without and with graphs and return the graphs, forward and backward in turn."""
-    torch.manual_seed(1)
-    net = make()
-    other = copy.deepcopy(net)
-    stock = train(net, step, **kwargs)
-    with graphed(other) as graphs:
-        item = train(other, step, **kwargs)
-    assert same(stock, item)
-    assert same(list(net.state_dict().values()), list(other.state_dict().values()))
-    return graphs
-
-
-def reason(make: Callable[[], nn.Module], step: Step = plain, **kwargs: Any) -> str:
-    """Train with a network that stays eager, correctly, and return why."""
-    torch.manual_seed(1)
-    net = make()
-    other = copy.deepcopy(net)
-    state = random.getstate(), np.random.get_state()
-    stock = train(net, step, **kwargs)
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    with warned("") as caught, graphed(other, strict=None) as graphs:
-        item = train(other, step, **kwargs)
-        assert sum(graph.replays for graph in graphs) == 0
-    assert same(stock, item)
-    return caught[0]
-
 
 # --- what callers do
 
@@ -350,20 +266,6 @@ def test_weight_and_spectral_norm() -> None:
     assert compare(Normed)[0].replays == 5
 
 
-def test_activation_checkpointing_inside() -> None:
-    class Saves(Dense):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__()
-            self.kwargs = kwargs
-
-        def forward(self, x: Tensor) -> Tensor:
-            inner = nn.Sequential(self[0], self[1])
-            return self[2](checkpoint(inner, x, use_reentrant=False, **self.kwargs))
-
-    assert "preserve_rng_state=False" in reason(Saves)
-    assert compare(lambda: Saves(preserve_rng_state=False))[0].replays == 5
-
-
 def test_images_in_nhwc() -> None:
     def step(net: nn.Module, x: Tensor) -> Tensor:
         return plain(net, x.to(memory_format=torch.channels_last))
@@ -410,125 +312,6 @@ def test_hooks_that_come_later_stop_the_replays() -> None:
         train(net, step, 6)
     assert graphs[0].replays == 2
     assert len(seen) == 7
-
-
-# --- reasons to stay eager
-
-
-class Faulty(Dense):
-    """Does something in its forward that a replay would not do."""
-
-    def __init__(self, fault: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.fault = fault
-        self.calls = 0
-        self.seen: list[int] = []
-        self.weights = [self[0].weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        changed = self.fault(self, x)
-        return super().forward(x if changed is None else changed)
-
-
-def count(net: Any, x: Tensor) -> None:
-    net.calls += 1
-
-
-def tapped(net: Any, x: Tensor) -> Tensor:
-    return x + net.weights[0].sum()
-
-
-FAULTS = {
-    "item": (lambda net, x: x * x.sum().item(), "reads a value on the host"),
-    "branch": (lambda net, x: x if x.sum() > 0 else -x, "reads a value on the host"),
-    "nonzero": (lambda net, x: x + len(x.nonzero()), "depends on values (`nonzero`)"),
-    "mask": (lambda net, x: x + x[x > 0].sum(), "selects with a mask (`index`)"),
-    "unique": (lambda net, x: x + x.unique().sum(), "size depends on values"),
-    "equal": (lambda net, x: x * torch.equal(x, x), "depends on values (`equal`)"),
-    "counter": (count, "changes calls"),
-    "list": (lambda net, x: net.seen.append(len(x)), "changes seen"),
-    "attribute": (lambda net, x: setattr(net, "calls", x), "changes calls"),
-    "random": (lambda net, x: x * random.random(), "from Python or NumPy"),
-    "numpy": (lambda net, x: x * float(np.random.rand()), "from Python or NumPy"),
-    "print": (lambda net, x: print("here"), "prints"),
-    "in place": (lambda net, x: x.mul_(2), "changes its input in place"),
-    "references": (tapped, "reaches parameters through references of its own"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_replay_would_not_do_again(fault: str) -> None:
-    function, message = FAULTS[fault]
-    assert message in reason(lambda: Faulty(function))
-
-
-def test_a_masked_fill_is_no_reason() -> None:
-    def fill(net: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        x[x < 0] = 0.0
-        return x
-
-    assert compare(lambda: Faulty(fill))[0].replays == 5
-
-
-def test_sparse_gradients() -> None:
-    class Embeds(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4))
-
-    net = Embeds()
-    with warned("sparse gradients"), graphed(net, strict=None):
-        for _ in range(5):
-            net(torch.arange(4)).sum().backward()
-
-
-def test_hooks_on_layers_inside() -> None:
-    def make() -> nn.Module:
-        net = Dense()
-        net[1].register_forward_hook(lambda *_: None)
-        return net
-
-    assert "its layer 1 has hooks" in reason(make)
-
-
-def test_shapes_that_change_all_the_time() -> None:
-    sizes = iter(range(1, 100))
-
-    def step(net: nn.Module, x: Tensor) -> Tensor:
-        return plain(net, x[:1].expand(next(sizes), 8))
-
-    net = Dense()
-    with warned("33 different ones"), graphed(net, strict=None) as graphs:
-        train(net, step, 40)
-    assert not graphs
-
-
-def test_many_shapes_get_no_more_than_eight_graphs() -> None:
-    def step(net: nn.Module, x: Tensor) -> None:
-        for rows in range(1, 11):
-            plain(net, x[:1].expand(rows, 8))
-
-    assert len(compare(Dense, step, steps=5)) == 16
-
-
-def test_tensors_elsewhere() -> None:
-    class Elsewhere(Dense):
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            return super().forward(x)
-
-    def step(net: nn.Module, x: Tensor) -> Tensor:
-        out = net(x, torch.ones(4, device="meta"))
-        out.sum().backward()
-        return out
-
-    assert "not on its device" in reason(Elsewhere, step)
-
-
-def test_a_compiled_network_makes_its_own_graphs() -> None:
-    net = Dense()
-    net[0].compile(backend="eager")
-    with warned("reduce-overhead"), graphed(net, strict=None):
-        train(net, plain)
 
 
 # --- in a Trainer run

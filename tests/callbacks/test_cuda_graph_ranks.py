@@ -87,16 +87,17 @@ for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": Tr
 def test_two_ranks_learn_the_same_from_graphs(tmp_path: Path) -> None:
     output = run_ranks(COMMON + TRAIN, tmp_path, launcher=TORCHRUN)
     lines = [line for line in output.splitlines() if line.startswith("RESULT")]
-    # 15 batches an epoch; DDP wants 11 eager ones, networks three.
+    # 15 batches an epoch; networks warm up with three, DDP with eleven, and the step after a
+    # validation, in which DDP does not broadcast buffers, has a signature of its own.
     assert sorted(lines) == sorted(
         2
         * [
             "RESULT network [] [27, 27]",
             "RESULT network ['accumulate_grad_batches', 'val_check_interval'] [27, 27]",
             "RESULT network ['precision', 'gradient_clip_val'] [27, 27]",
-            "RESULT step [] [19]",
+            "RESULT step [] [18]",
             "RESULT step ['accumulate_grad_batches', 'val_check_interval'] [9, 5, 2]",
-            "RESULT step ['precision', 'gradient_clip_val'] [19]",
+            "RESULT step ['precision', 'gradient_clip_val'] [18]",
         ]
     )
 

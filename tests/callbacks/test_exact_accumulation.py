@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from big_batch import Big, BigTokens, Stream, loader, rows, tokens
+from big_batch import Big, Stream, loader, rows
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
@@ -200,6 +200,18 @@ def test_gradients_left_where_a_window_starts_with_no_batch() -> None:
     assert max(module.errors) < EXACT
 
 
+def test_gradients_that_are_cleared_in_mid_window_do_not_count() -> None:
+    class Clears(Big):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (1, 4):
+                self.zero_grad()
+                self.window = []
+
+    fit(module := Clears(), loader(rows([4] * 7)), accumulate_grad_batches=4)
+    assert len(module.errors) == 2
+    assert max(module.errors) < EXACT
+
+
 def test_an_epoch_without_backward_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Averaging weights, Lightning passes once more over the data for BatchNorm's statistics."""
 
@@ -294,52 +306,6 @@ def test_weights_do_not_overflow_a_loss_that_is_scaled() -> None:
     )
     assert max(module.errors) < 0.03
     assert run.precision_plugin.scaler.get_scale() == 65536
-
-
-# --- what is logged
-
-
-@pytest.mark.parametrize("per_step", [True, False])
-def test_means_over_an_epoch_use_the_same_weights(per_step: bool) -> None:
-    class Logs(BigTokens):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("other", float(batch_idx), on_step=per_step, on_epoch=True)
-            self.log("own", float(batch_idx), on_step=per_step, on_epoch=True, batch_size=1)
-            self.log("summed", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
-            self.log("step", float(batch_idx))
-            loss += 0  # in place, after it was logged
-            return loss
-
-    data = tokens([[3, 4], [1, 1, 1], [9]])
-    module = Logs()
-    frozen = copy.deepcopy(module)
-    run = fit(module, loader(data), "tokens", accumulate_grad_batches=3, max_steps=1)
-    counts = torch.tensor([7.0, 3, 9])
-    expected = frozen.together(data)
-    name = "other_epoch" if per_step else "other"
-    logged = run.callback_metrics
-    torch.testing.assert_close(logged["loss"], expected.detach())
-    torch.testing.assert_close(logged[name], counts @ torch.arange(3.0) / counts.sum())
-    assert logged["own_epoch" if per_step else "own"] == 1
-    assert logged["summed"] == 3
-    assert logged["step"] == 2
-
-
-def test_means_over_an_epoch_with_fractions_as_weights() -> None:
-    data, module = rows(UNEVEN), Big()
-    expected = copy.deepcopy(module).together(data).detach()
-    run = fit(module, loader(data), lambda batch: len(batch[0]) / 8, accumulate_grad_batches=5)
-    assert max(module.errors) < EXACT
-    torch.testing.assert_close(run.callback_metrics["loss"], expected)
-
-
-def test_with_batches_logging_stays_as_it_is() -> None:
-    values = [
-        run(Big(), loader(rows(UNEVEN)), accumulate_grad_batches=5).callback_metrics["loss"]
-        for run in (stock, fit)
-    ]
-    assert values[0] == values[1]
 
 
 # --- what is said

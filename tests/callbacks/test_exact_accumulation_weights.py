@@ -130,6 +130,8 @@ TARGETS = torch.tensor([[0, 1, -100], [4, -100, -100]])
         (lambda: 2 * functional.cross_entropy(LOGITS, TARGETS) + LOGITS.mean() ** 2, [3]),
         (lambda: sum(functional.cross_entropy(LOGITS + i, TARGETS) for i in range(2)), [3, 3]),
         (lambda: torch.tensor(1.0), []),
+        # Only single numbers are followed back, and not the whole network.
+        (lambda: functional.cross_entropy(LOGITS, TARGETS).expand(2).mean(), []),
     ],
 )
 def test_what_a_loss_shows(loss: Any, expected: list[int]) -> None:

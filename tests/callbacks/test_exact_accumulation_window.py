@@ -37,7 +37,7 @@ def accumulated(module: Big, batches: list[Any], weights: list[Any]) -> Gradient
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where numbers are not read, a CPU stands for a GPU."""
     if request.param == "kept on the device":
-        monkeypatch.setattr(_gradient_window, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(_gradient_window, "_readable", lambda tensor: False)
 
 
 @pytest.mark.usefixtures("device")
@@ -114,7 +114,7 @@ def test_gradients_of_every_kind() -> None:
 
 def test_a_factor_keeps_its_digits_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.005 is 1.0078 in bfloat16."""
-    monkeypatch.setattr(_gradient_window, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(_gradient_window, "_readable", lambda tensor: False)
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     values = torch.tensor([100.0, 102, 104, 106], dtype=torch.bfloat16)
     parameter.grad = values.clone()

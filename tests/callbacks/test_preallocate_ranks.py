@@ -40,10 +40,13 @@ class Statistics(Net):
         self.register_buffer("widths", torch.zeros(()))
         self.losses = []
 
+    def on_train_start(self):
+        # Whether DDP broadcasts buffers at the first forward can be seen.
+        self.widths += self.global_rank
+
     def training_step(self, batch, batch_idx):
         sequences, labels = batch
         self.note(tuple(sequences.shape))
-        # Differs by rank: whether DDP broadcasts buffers at the first forward can be seen.
         self.widths += sequences.shape[1] + self.global_rank
         hidden = self.norm(self.embed(sequences).flatten(0, 1)).view(*sequences.shape, 8).mean(1)
         if unused != "long" or sequences.shape[1] > 20:
@@ -76,13 +79,14 @@ for name, (options, manual, unused, accumulate) in CASES.items():
     for items in ([], [Preallocate(strict=False)]):
         module = Statistics(ran := [], manual)
         run = fit(
-            module, texts(Texts([3, 5, 6, 4] * 3 + [30]), batch_size=2), *items,
+            module, texts(Texts([30] + [3, 5, 6, 4] * 3), batch_size=2), *items,
             strategy=DDPStrategy(process_group_backend="gloo", **options),
             accumulate_grad_batches=accumulate,
         )
         state = {key: value.tolist() for key, value in module.state_dict().items()}
         outcomes.append((module.losses, state, float(run.callback_metrics["loss_epoch"])))
     assert len(module.losses) == 8, module.losses
+    assert ran[len(ran) - 8][1] < 20, "the first step must not be the one with the long item"
     active = statuses(run)[0].active
     assert active == (name != "static graph"), statuses(run)
     assert (len(ran) - len(module.losses), ran[0]) == ((1, (2, 30)) if active else (0, ran[0]))
