@@ -83,7 +83,9 @@ def find_pairs(
                 continue
             found = f"its norm {found.norm!r}: {reason}"
         kept[name] = found
-    return Flow(tuple(pairs), kept)
+    followed = Counter(pair.norm for pair in pairs)
+    kept |= {p.layer: "its norm follows several layers" for p in pairs if followed[p.norm] > 1}
+    return Flow(tuple(pair for pair in pairs if followed[pair.norm] == 1), kept)
 
 
 def list_kept(kept: Mapping[str, str], *, most: int = 3) -> str:
@@ -234,16 +236,16 @@ def _trace(scope: nn.Module) -> list[fx.Graph] | str | None:
     graphs = []
     # A forward may count its calls or keep an activation.
     with preserve_model(scope):
-        for training, arguments in product((True, False), _optional_arguments(scope)):
-            for module in scope.modules():
-                module.training = training
-            try:
+        try:
+            for training, arguments in product((True, False), _optional_arguments(scope)):
+                for module in scope.modules():
+                    module.training = training
                 graphs.append(_Tracer().graph_of(scope, arguments))
-            except NotImplementedError:
-                return None
-            except Exception as error:
-                what = re.split(r"[.\n] ?", str(error))[0] or type(error).__name__
-                return f"{_forward(scope)} cannot be traced: {what}"
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            what = re.split(r"[.\n] ?", str(error))[0] or type(error).__name__
+            return f"{_forward(scope)} cannot be traced: {what}"
     return graphs
 
 

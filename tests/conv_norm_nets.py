@@ -302,6 +302,13 @@ class Listed(nn.Module):
         return x
 
 
+class Alternates(NormTwice):
+    """Another convolution in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x) if self.training else self.other(x))
+
+
 class Skips(Net):
     """Calls its layers now and then, as layer drop does."""
 
@@ -397,6 +404,9 @@ SAME_FOR_ALL = {
     ),
     "convolution twice": Case(ConvTwice, {}, {"conv": "calls it 2 times"}),
     "norm twice": Case(NormTwice, {}, {"conv": "its norm 2 times", "other": "its norm 2 times"}),
+    "norm of two": Case(
+        Alternates, {}, {"conv": "follows several layers", "other": "follows several layers"}
+    ),
     "residual": Case(Residual, {}, {"conv": "'norm' .BatchNorm2d. and add"}),
     "returned": Case(Returns, {}, {"conv": "the return value of Returns.forward"}),
     "stored": Case(Stores, {}, {"conv": "Stores.forward stores its output"}),

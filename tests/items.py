@@ -33,6 +33,8 @@ class Row:
     idle_model: Callable[[], LightningModule] | None = None
     """A model for which the item has a reason not to act, if it depends on the model."""
     acts_on_cpu: bool = True
+    emulated: bool = False
+    """Whether it acts on a CPU only because ``around`` stands in for another device."""
     changes_learning: bool = False
     """Whether it is there to change what is learned."""
     tolerance: float = 0.0
@@ -129,6 +131,7 @@ ROWS = [
     Row(
         callbacks.CUDAGraph,
         around=cpu_graphs,
+        emulated=True,
         idle_model=lambda: Classifier(nn.Sequential(nn.Flatten(), nn.Linear(192, 4))),
         wrong=(({"scope": "model"}, "network"),),
     ),

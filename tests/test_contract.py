@@ -244,7 +244,8 @@ def test_checkpoints_load_with_and_without_it(
 
     resumed, _ = fit(loaded_with_it, epochs=2, path=tmp_path / "last.ckpt")
     assert len(resumed.losses) == 4
-    assert resumed.losses == pytest.approx(straight.losses[4:], rel=max(row.tolerance, 1e-4))
+    if saved_with_it == loaded_with_it or not row.changes_learning:
+        assert resumed.losses == pytest.approx(straight.losses[4:], rel=max(row.tolerance, 1e-4))
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,7 @@ class Block:
         # Of inputs that the block changes in place, the recomputation needs a copy.
         inputs = [_copy(leaf) for leaf in leaves] if self.changes_inputs else leaves
         versions = [_version(leaf) for leaf in leaves]
-        with _without_autocast_cache() if self.kept else nullcontext():
-            out = checkpoint(call, *inputs, use_reentrant=False, context_fn=call.contexts)
+        out = checkpoint(call, *inputs, use_reentrant=False, context_fn=call.contexts)
         call.forward_is_over()
         if self.calls == 0:
             self.changes_inputs = versions != [_version(leaf) for leaf in leaves]
@@ -150,6 +149,8 @@ class _Call:
             self._block.draws_from_process = self._state.drew_from_process
 
     def _forward(self, leaves: Sequence[Any]) -> Any:
+        if self._block.changes_inputs:
+            leaves = [_copy(leaf) for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)
         return type(self._block.module).forward(self._block.module, *args, **kwargs)
 
@@ -293,24 +294,11 @@ def _is_traced() -> bool:
     return bool(tracing())
 
 
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Cast weights at each use, so that a recomputation casts as often as the forward pass did.
-
-    Selective checkpointing counts operations, and raises when their numbers differ.
-    """
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
 def _copy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    # A result where gradients flow: a leaf could not be changed in place.
+    return leaf.detach().requires_grad_(leaf.requires_grad).clone()
 
 
 def _version(leaf: Any) -> int | None:

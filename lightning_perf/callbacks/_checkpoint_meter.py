@@ -9,8 +9,9 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -201,8 +202,44 @@ def contexts_keeping(kept: frozenset[int]) -> tuple[Any, Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     make: Any = create_selective_checkpoint_contexts  # torch has no types here
-    contexts: tuple[Any, Any] = make(policy)
-    return contexts
+    keep, give_back = make(policy)
+    return keep, _WithFreeCasts(give_back)
+
+
+class _WithFreeCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Lets a selective recomputation cast more often than the forward pass did.
+
+    Autocast casts a weight once in the forward pass and caches it; each recomputation casts its
+    own. Selective checkpointing counts all operations, and raises when there are more.
+
+    Args:
+        give_back: The context around it that counts.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, give_back: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._give_back = give_back
+
+    def __enter__(self) -> Any:
+        """Enter both contexts."""
+        self._give_back.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave both contexts."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch has no types here
+        self._give_back.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, a cast of a plain tensor past the context that counts."""
+        if func is _aten._to_copy.default and type(args[0]) in (Tensor, nn.Parameter):
+            with no_dispatch():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -79,6 +79,7 @@ def compare(stock: Biased, item: Biased, *others: Any, **kwargs: Any) -> Any:
     return run
 
 
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode")
 def test_the_table_says_how_many_and_why_not_the_others() -> None:
     module = Biased()
     module.net[1].eval()

@@ -1,0 +1,134 @@
+"""Every classification network of torchvision is right with both items, or left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision import models
+
+from lightning_perf.callbacks.drop_conv_bias import needless_biases, without_conv_bias
+from lightning_perf.inference.fold import foldable, folded
+
+QUICK = ["googlenet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "vgg11_bn"]
+NETWORKS = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.list_models(module=models)
+]
+LARGEST = 60_000_000
+"""Parameters of the largest network that is run; of larger ones only the flow is looked at."""
+# Norms whose input is no convolution's output: in a DenseNet most follow a concatenation.
+NORMS_ELSEWHERE = {"densenet121": 62, "densenet161": 82, "densenet169": 86, "densenet201": 102}
+
+
+def build(name: str, device: str) -> nn.Module:
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    with torch.device(device):
+        net = models.get_model(name, num_classes=5, **options)
+        if isinstance(net, models.VGG):  # nine tenths of its weights are here, and no convolution
+            net.classifier = nn.Linear(512 * 7 * 7, 5)
+    return net
+
+
+def randomized(net: nn.Module) -> nn.Module:
+    """Make every number of norms and biases count, without making activations explode."""
+    generator = torch.Generator().manual_seed(1)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+            nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
+            nn.init.normal_(module.bias, generator=generator)
+        if isinstance(module, nn.Conv2d) and module.bias is not None:
+            nn.init.normal_(module.bias, generator=generator)
+    return net.double()
+
+
+def batch(name: str) -> Tensor:
+    size = 96 if name == "inception_v3" else 64
+    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(2)).double()
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [part for part in output if part is not None]
+
+
+def assert_close(one: Tensor, two: Tensor, name: str) -> None:
+    largest = two.abs().max().clamp(min=1e-9)
+    assert (one - two).abs().max() <= 1e-7 * largest, name
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Drop the same activations and the same layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        yield
+
+
+def norms(net: nn.Module) -> int:
+    return sum(isinstance(module, nn.BatchNorm2d) for module in net.modules())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_folded_and_separate_norms_agree(name: str) -> None:
+    empty = build(name, "meta")
+    assert len(foldable(empty).pairs) == norms(empty) - NORMS_ELSEWHERE.get(name, 0)
+    if not norms(empty) or sum(p.numel() for p in empty.parameters()) > LARGEST:
+        return
+    net = randomized(build(name, "cpu")).eval()
+    same, state = copy.deepcopy(net), copy.deepcopy(net.state_dict())
+    with folded(net) as folding, torch.inference_mode():
+        for _ in range(2):
+            assert_close(net(batch(name)), same(batch(name)), name)
+        aside = [layer for layer in folding.folded if layer not in folding.verified]
+        assert all(layer.lower().startswith("aux") for layer in aside)  # heads for training only
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_with_and_without_needless_biases_learn_the_same(name: str) -> None:
+    """Their convolutions before norms have no bias but in VGG; here they get one."""
+    empty = build(name, "meta")
+    pairs = foldable(empty).pairs
+    assert len(needless_biases(empty).pairs) == (norms(empty) if "vgg" in name else 0)
+    if not pairs or sum(p.numel() for p in empty.parameters()) > LARGEST:
+        return
+    net = build(name, "cpu")
+    for pair in pairs:
+        layer = net.get_submodule(pair.layer)
+        layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
+    net = randomized(net).train()
+    same = copy.deepcopy(net)
+    assert {pair.layer for pair in needless_biases(net).pairs} == {pair.layer for pair in pairs}
+    with without_conv_bias(net):
+        for each in (net, same):
+            with seeded():
+                outputs = tensors(each(batch(name)))
+                sum(output.square().sum() for output in outputs).backward()
+                each.outputs = [output.detach() for output in outputs]
+        for mine, theirs in zip(net.outputs, same.outputs, strict=True):
+            assert_close(mine, theirs, name)
+        largest = max(p.grad.abs().max() for p in same.parameters() if p.grad is not None)
+        biases = {f"{pair.layer}.bias" for pair in pairs}
+        for (key, mine), theirs in zip(net.named_parameters(), same.parameters(), strict=True):
+            if key in biases:
+                assert mine.grad is None
+                assert theirs.grad.abs().max() < 1e-7 * largest
+            else:
+                torch.testing.assert_close(
+                    mine.grad, theirs.grad, rtol=1e-5, atol=1e-7 * float(largest)
+                )
+        for (key, mine), theirs in zip(
+            net.state_dict().items(), same.state_dict().values(), strict=True
+        ):
+            assert_close(mine.double(), theirs.double(), key)
+        with torch.inference_mode():
+            assert_close(net.eval()(batch(name)), same.eval()(batch(name)), name)
+    assert not [key for m in net.modules() for key in vars(m) if key.startswith("_conv_norm")]
