@@ -14,8 +14,9 @@ import os
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from lightning_perf import presets
+from lightning_perf import callbacks, presets
 from lightning_perf._hardware import detect
 from lightning_perf.benchmark import Result, Variant, compare
 from lightning_perf.benchmark.findings import RESULTS_HEADER, results_row
@@ -25,6 +26,8 @@ RESULTS = HERE.parent / "docs" / "results"
 TASKS_FILE = os.path.relpath(HERE / "tasks.py")  # results name it as a reader would
 TASKS = ("resnet50", "vit")
 CONVOLUTIONS = ("mobilenet", "resnext")  # depthwise-separable, and grouped
+# These act wherever they are, so what they cost is measured by itself.
+ALWAYS_ACTIVE = ("GarbageCollection", "Preallocate")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
 
 
@@ -32,6 +35,20 @@ def item(name: str, **arguments: object) -> Variant:
     path = f"lightning_perf.callbacks.{name}"
     entry = {"class_path": path, "init_args": {**arguments, "strict": False}}
     return Variant(name, trainer={"callbacks": [entry]})
+
+
+def idle_items() -> Variant:
+    """Return all items at once, on a model with nothing to do for them."""
+    arguments: dict[str, dict[str, Any]] = {"KeepInFP32": {"modules": ["Linear"]}}
+    names = [name for name in callbacks.__all__ if name not in ALWAYS_ACTIVE]
+    entries = [
+        {
+            "class_path": f"lightning_perf.callbacks.{name}",
+            "init_args": {**arguments.get(name, {}), "strict": False},
+        }
+        for name in names
+    ]
+    return Variant("idle-items", trainer={"callbacks": entries})
 
 
 def hand_written(**options: bool) -> Variant:
@@ -58,6 +75,8 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
         yield task, preset, hand_written(**options)
     for task in CONVOLUTIONS:
         yield task, "none", item("ChannelsLast")
+    yield "layers", "none", idle_items()
+    yield "layers", "none", item("GarbageCollection")
 
 
 def name_of(variant: str | Variant) -> str:

@@ -144,3 +144,34 @@ def encoder() -> tuple[LightningModule, DataLoader[Any]]:
     sampler = RandomSampler(dataset, num_samples=1000 * 8)
     data = DataLoader(dataset, batch_size=8, sampler=sampler)
     return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), data
+
+
+class Layers(LightningModule):
+    """Four linear layers as attributes of their own, on random numbers: nothing for any item."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.third, self.last = nn.Linear(width, width), nn.Linear(width, 10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, labels = batch
+        x = self.third(self.second(self.first(x).relu()).relu()).relu()
+        loss = nn.functional.cross_entropy(self.last(x), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # The author's own choice, which FusedOptimizer leaves alone.
+        return torch.optim.SGD(self.parameters(), lr=0.01, foreach=False)
+
+
+def layers() -> tuple[LightningModule, DataLoader[Any]]:
+    """Four linear layers of width 256, batch 256: steps of some milliseconds."""
+    generator = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(
+        torch.randn(4096, 256, generator=generator),
+        torch.randint(0, 10, (4096,), generator=generator),
+    )
+    sampler = RandomSampler(dataset, num_samples=10_000 * 256)
+    return Layers(), DataLoader(dataset, batch_size=256, sampler=sampler)
