@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
@@ -22,6 +22,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+CallbackT = TypeVar("CallbackT", bound=Callback)
+
 RUN_STATE: tuple[type, ...] = (
     _Loop,
     _BaseProgress,
@@ -32,6 +34,25 @@ RUN_STATE: tuple[type, ...] = (
 """Types of the objects below a trainer whose attributes change as a run advances: loops and their
 progress, logged values, the stage. Loops have a public ``state_dict``, but it leaves out what was
 logged and what a running epoch has in hand (2.5.0 - 2.6.6)."""
+
+
+def without_step_hooks(cls: type[CallbackT]) -> type[CallbackT]:
+    """Let Lightning pass over a class of callbacks in every step.
+
+    It calls each hook of each callback, with a profiler span around it, also where the hook does
+    nothing; only a hook that is not callable is left out (2.5.0 - 2.6.6).
+
+    Example:
+        >>> @without_step_hooks
+        ... class Idle(Callback):
+        ...     pass
+        >>> callable(Idle().on_train_batch_start), callable(Idle().on_train_start)
+        (False, True)
+    """
+    for name in vars(Callback):
+        if "_batch_" in name or name.startswith(("on_before_", "on_after_")):
+            setattr(cls, name, vars(cls).get(name))
+    return cls
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

@@ -59,6 +59,7 @@ class _Run:
 _runs: WeakKeyDictionary[Trainer, _Run] = WeakKeyDictionary()
 
 
+@_compat.without_step_hooks
 class PerfCallback(Callback, ABC):
     """Base of all items: `applied` is the change and its undo, `why_not` the reason not to act.
 

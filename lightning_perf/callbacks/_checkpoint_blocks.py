@@ -99,10 +99,23 @@ def none_found(model: nn.Module, left: dict[str, str]) -> str:
     """Return what to say of a model without a module to recompute."""
     if left:
         return "; ".join(f"{name}: {reason}" for name, reason in left.items())
+    repeated = _repeated_class(model)
+    example = f", such as blocks=[{repeated!r}]" if repeated else ""
     return (
         f"{type(model).__name__} has no repeated blocks, lists of at least two modules of one "
-        "class with several layers. Name modules in `blocks`."
+        f"class with several layers. Name modules or their classes{example}."
     )
+
+
+def _repeated_class(model: nn.Module) -> str | None:
+    """Return the class, used more than once, that holds most of the weights."""
+    weights: dict[str, list[int]] = {}
+    for module in list(model.modules())[1:]:
+        if type(module) is not nn.Sequential and has_forward(module) and list(module.children()):
+            count = sum(parameter.numel() for parameter in module.parameters())
+            weights.setdefault(type(module).__name__, []).append(count)
+    repeated = {name: sum(counts) for name, counts in weights.items() if len(counts) > 1}
+    return max(repeated, key=lambda name: repeated[name], default=None)
 
 
 def _meant(model: nn.Module, entry: str) -> dict[str, nn.Module]:

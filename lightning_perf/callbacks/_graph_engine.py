@@ -118,7 +118,7 @@ _ERROR_MODE = "thread_local"
 
 def _takes_error_mode() -> bool:
     parameters = inspect.signature(torch.cuda.make_graphed_callables).parameters
-    return "capture_error_mode" in parameters  # since torch 2.13
+    return "capture_error_mode" in parameters  # torch 2.6 has no such choice
 
 
 @contextmanager

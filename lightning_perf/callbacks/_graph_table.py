@@ -83,5 +83,5 @@ class GraphTable(Generic[T]):
         ):
             parts.append(f"{rare} had a rare signature")
         if self.reason is not None:
-            parts.append(f"then went on eagerly: {self.reason}")
+            parts.append("the rest ran eagerly, for the reason given above")
         return "; ".join(parts)

@@ -2,7 +2,10 @@
 
 from lightning.pytorch import Callback
 
+from lightning_perf import _compat
 
+
+@_compat.without_step_hooks
 class Preset(Callback):
     """Names the preset that a Trainer was built from, for the status table and the logger.
 

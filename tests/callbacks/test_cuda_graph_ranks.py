@@ -10,7 +10,7 @@ from ranks import TORCHRUN, run_ranks
 COMMON = """
 import copy, logging, sys, warnings
 import torch
-from cpu_graphs import cpu_graphs
+from cpu_graphs import CPUGraph, cpu_graphs
 from graph_runs import Record, Run, Steps, assert_same
 from lightning.pytorch.strategies import DDPStrategy
 from models import images, trainer
@@ -27,12 +27,12 @@ def run(module, *callbacks, samples=120, **kwargs):
     t.fit(module, images(samples=samples), images())
     return Run(module, t, record)
 
-def twins(make, scope, strict=True, **kwargs):
+def twins(make, scope, strict=True, graph=CPUGraph, **kwargs):
     torch.manual_seed(2)
     module = make()
     other = copy.deepcopy(module)
     stock = run(module, **kwargs)
-    with cpu_graphs() as graphs:
+    with cpu_graphs(graph) as graphs:
         result = run(other, CUDAGraph(scope, strict=strict), **kwargs)
         result.graphs = list(graphs)
     return stock, result
@@ -73,6 +73,21 @@ with warnings.catch_warnings(record=True) as caught:
     stock, result = twins(Refuses, "step", strict=None)
 assert_same(stock, result)
 print("REFUSED", result.replays, [str(w.message) for w in caught if "CUDAGraph" in str(w.message)])
+
+class Full(list):
+    def append(self, operation):
+        super().append(operation)
+        if len(self) > 60:
+            raise RuntimeError("broke off in the backward")
+
+class Breaks(CPUGraph):
+    def __init__(self):
+        super().__init__()
+        self.operations = Full()
+
+stock, result = twins(Steps, "step", strict=None, graph=Breaks)
+assert_same(stock, result)
+print("BROKE", result.replays)
 for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
     stock, result = twins(Steps, "step", strict=None, ddp=options)
     assert_same(stock, result)
@@ -110,4 +125,6 @@ def test_ranks_replay_together_or_not_at_all(tmp_path: Path) -> None:
     assert "on rank 1, training_step reads a value on the host" in output
     assert "eager: DDP looks for unused parameters" in output
     assert "eager: DDP moves gradients into its buckets" in output
+    assert "the capture failed: RuntimeError: broke off in the backward" in output
+    assert output.count("BROKE [0]") == 2
     assert output.count("NETWORK [27, 27]") == 4
