@@ -70,6 +70,26 @@ def find_regions(model: nn.Module, regions: str | Sequence[str] = "auto") -> Reg
     return dict(reversed(once.values()))
 
 
+def compilable_regions(
+    model: nn.Module, regions: str | Sequence[str] = "auto"
+) -> tuple[Regions, dict[str, str]]:
+    """Return the modules to compile, and those that somebody has decided about with the reason.
+
+    Args:
+        model: As for `find_regions`.
+        regions: As for `find_regions`.
+    """
+    compiled = compiled_modules(model)
+    alone = dict.fromkeys(compiled, "already compiled")
+    targets: Regions = {}
+    for name, module in find_regions(model, regions).items():
+        if getattr(module.forward, "_torchdynamo_disable", False):
+            alone[name] = "excluded by torch.compiler.disable"
+        elif not overlaps(module, compiled):
+            targets[name] = module
+    return targets, alone
+
+
 def compiled_modules(model: nn.Module) -> Regions:
     """Return the modules inside ``model`` that somebody has compiled already."""
     return {n: m for n, m in model.named_modules() if m is not model and is_compiled(m)}

@@ -24,12 +24,10 @@ from lightning_perf.callbacks._batch_shapes import (
 from lightning_perf.callbacks._compile_report import compile_report
 from lightning_perf.callbacks._regions import (
     Regions,
-    compiled_modules,
+    compilable_regions,
     convolution_share,
-    find_regions,
     is_compiled,
     kinds,
-    overlaps,
     staged,
 )
 from lightning_perf.callbacks._toolchain import what_inductor_lacks
@@ -63,7 +61,7 @@ def compiled(
         ...     model(torch.ones(3, 2)).shape
         torch.Size([3, 1])
     """
-    targets, _ = _targets(model, regions)
+    targets, _ = compilable_regions(model, regions)
     with _compiled(targets, options):
         yield tuple(targets)
 
@@ -129,7 +127,7 @@ class Compile(PerfCallback):
     def why_not(self, trainer: Trainer, module: LightningModule) -> str | None:
         """Return the reason not to compile: the strategy, the model, or a missing compiler."""
         self._check_names()
-        targets, alone = _targets(module, self.regions)
+        targets, alone = compilable_regions(module, self.regions)
         return (
             _steps_compiled(module)
             or _unsupported(trainer.strategy)
@@ -146,7 +144,7 @@ class Compile(PerfCallback):
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Compile in place, count, and take it back."""
-        targets, alone = _targets(module, self.regions)
+        targets, alone = compilable_regions(module, self.regions)
         seen = batches_unseen(module) is None
         fixed = staged(targets) if self.dynamic is None and seen else {}
         with ExitStack() as stack:
@@ -183,9 +181,10 @@ class Compile(PerfCallback):
         if self.mode is not None and self.backend == "inductor":
             _require_known("mode", self.mode, list(torch._inductor.list_mode_options()))
 
-    def _no_region(self, module: LightningModule, alone: Regions) -> str:
+    def _no_region(self, module: LightningModule, alone: dict[str, str]) -> str:
         if alone:
-            return f"{', '.join(alone)}: already compiled, and left alone."
+            reasons = "; ".join(f"{names}: {why}" for why, names in _grouped(alone))
+            return f"{reasons}, and left alone."
         return (
             f"{type(module).__name__} calls single layers only, and alone they have nothing to "
             "fuse. Put them into one module, such as nn.Sequential, or name them in `regions`."
@@ -225,13 +224,6 @@ class Compile(PerfCallback):
             "uncompiled, since code for both sizes would be slower. Set drop_last=True in the "
             "DataLoader to leave it out, or dynamic=True to compile it too."
         )
-
-
-def _targets(model: nn.Module, regions: str | Sequence[str]) -> tuple[Regions, Regions]:
-    """Return what to compile, and what somebody has compiled already."""
-    alone = compiled_modules(model)
-    found = find_regions(model, regions)
-    return {name: m for name, m in found.items() if not overlaps(m, alone)}, alone
 
 
 @contextmanager
@@ -298,9 +290,17 @@ def _require_known(what: str, name: str, known: Sequence[str]) -> None:
         raise ValueError(f"There is no {what} {name!r}.{hint} Known are {', '.join(known)}.")
 
 
-def _detail(targets: Regions, alone: Regions, backend: str) -> str:
+def _detail(targets: Regions, alone: dict[str, str], backend: str) -> str:
     names = list(targets)
     shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"
     count = "1 region" if len(names) == 1 else f"{len(names)} regions"
-    rest = f"; left alone, already compiled: {', '.join(alone)}" if alone else ""
+    rest = "".join(f"; left alone, {why}: {names}" for why, names in _grouped(alone))
     return f"{count} ({shown}), backend {backend}{rest}"
+
+
+def _grouped(alone: dict[str, str]) -> list[tuple[str, str]]:
+    """Return each reason once, with the names that it holds for."""
+    return [
+        (why, ", ".join(name for name, reason in alone.items() if reason == why))
+        for why in dict.fromkeys(alone.values())
+    ]

@@ -77,7 +77,7 @@ print("REFUSED", result.replays, [str(w.message) for w in caught if "CUDAGraph" 
 class Full(list):
     def append(self, operation):
         super().append(operation)
-        if len(self) > 60:
+        if "convolution_backward" in str(operation[0]):
             raise RuntimeError("broke off in the backward")
 
 class Breaks(CPUGraph):
