@@ -76,7 +76,15 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
     for task in CONVOLUTIONS:
         yield task, "none", item("ChannelsLast")
     yield "layers", "none", idle_items()
-    yield "layers", "none", item("GarbageCollection")
+    # A window of the benchmark holds whole optimizer steps. With as many batches in one as from one
+    # collection to the next, each window holds a collection; shorter ones would not see it.
+    window = {"accumulate_grad_batches": 50}
+    collecting = item("GarbageCollection", every_n_steps=50).trainer
+    yield (
+        "layers",
+        Variant("accumulating", trainer=window),
+        Variant("GarbageCollection", trainer={**collecting, **window}),
+    )
 
 
 def name_of(variant: str | Variant) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from lightning_perf.callbacks import (
     Compile,
     FusedOptimizer,
 )
-from lightning_perf.callbacks.activation_checkpointing import recomputed_blocks
+from lightning_perf.callbacks.activation_checkpointing import checkpointed, recomputed_blocks
 
 POLICIES = ["full", "selective", 1.0]
 
@@ -234,10 +236,10 @@ def test_frozen_blocks_have_nothing_to_tell(said: Any) -> None:
 
 
 class Recomputes(Block):
-    """Recomputes a part of itself."""
+    """Recomputes a part of itself, which a recomputation of the rest runs as well."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.last, self.norm(self.first(x)), use_reentrant=False)
+        return x + self.last(checkpoint(self.first, x, use_reentrant=False).relu())
 
 
 class Layers(nn.Sequential):
@@ -435,29 +437,54 @@ def test_without_compiled_code_a_share_is_kept_by_the_blocks(
 # --- several ranks
 
 
-RANKS = """
-import sys, torch
-from torch import nn
-from models import Classifier, images, trainer
-from lightning.pytorch import seed_everything
-from lightning_perf.callbacks import ActivationCheckpointing, Compile
-from test_activation_checkpointing_runs import Block, Plain, network
-
-
 class Shared(nn.Module):
-    # One block under two names, called several times; and one that gets no gradient.
-    def __init__(self, width):
+    """One block under two names, called several times; and one that gets no gradient."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(192, width), nn.Linear(width, 4)
         self.blocks = nn.ModuleList([Plain(width), Plain(width)])
         self.blocks.append(self.blocks[0])
         self.unused = Plain(width)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x.flatten(1))
         for block in [*self.blocks, self.blocks[1]]:
             x = block(x)
         return self.last(x)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone: the reducer of DDP works as with others."""
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("policy", ["full", 1.0])
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.usefixtures("one_rank")
+def test_no_parameter_is_ready_twice(options: dict[str, bool], policy: Any) -> None:
+    """As with reentrant checkpointing, shared weights and a search for unused parameters."""
+    (pixels, labels), grads = next(iter(images())), []
+    for recompute in (False, True):
+        net = _seeded(lambda: Shared(32))
+        ddp = nn.parallel.DistributedDataParallel(net, **options)
+        with checkpointed(net, policy=policy) if recompute else nullcontext():
+            for _ in range(3):
+                nn.functional.cross_entropy(ddp(pixels), labels).backward()
+        grads.append({name: parameter.grad for name, parameter in net.named_parameters()})
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+RANKS = """
+import sys
+from models import Classifier, images, trainer
+from lightning.pytorch import seed_everything
+from lightning_perf.callbacks import ActivationCheckpointing, Compile
+from test_activation_checkpointing_runs import Shared, network
 
 
 def fit(net, items, **options):
@@ -488,6 +515,7 @@ print("agreed", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_the_same(tmp_path: Path) -> None:
     """Shared and unused weights, accumulation, running statistics."""
     assert run_ranks(RANKS, tmp_path).count("agreed") == 2
