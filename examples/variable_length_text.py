@@ -11,6 +11,7 @@ then; with it, the peak is there in the first step, and a batch that does not fi
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pydoc_data.topics import topics
@@ -26,6 +27,8 @@ from lightning_perf.benchmark.worker import peak_memory
 from lightning_perf.callbacks import Preallocate
 
 VARIANTS = {"plain": [], "Preallocate": [Preallocate()]}
+# glibc otherwise keeps pieces of freed memory, by chance more or less of them.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 
 
 class LanguageModel(LightningModule):
@@ -96,17 +99,19 @@ def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def in_a_process(variant: str, options: list[str]) -> dict[str, Any]:
     """Train with a variant in a fresh process, whose memory is its own."""
     command = [sys.executable, __file__, *options, "--only", variant]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**MALLOC, **os.environ}
+    )
     noted: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return noted
 
 
 def table(noted: dict[str, dict[str, Any]]) -> str:
-    """Return when each variant had reached its peak memory, within 1 %."""
+    """Return when each variant had reached its peak memory, within 5 %."""
     lines = [f"{'':<14}{'after step 1':>14}{'at the end':>14}{'reached in':>14}{'retries':>10}"]
     for variant, each in noted.items():
         steps = each["bytes"]
-        reached = next(i for i, size in enumerate(steps, start=1) if size > 0.99 * steps[-1])
+        reached = next(i for i, size in enumerate(steps, start=1) if size > 0.95 * steps[-1])
         first, last = (f"{size / 2**20:.0f} MiB" for size in (steps[0], steps[-1]))
         step = f"step {reached}"
         lines.append(f"{variant:<14}{first:>14}{last:>14}{step:>14}{each['retries']:>10}")

@@ -19,9 +19,12 @@ QUICK = ["googlenet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "v
 NETWORKS = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in models.list_models(module=models)
+    if name != "regnet_y_128gf"  # too large to build
 ]
-LARGEST = 60_000_000
+LARGEST = 45_000_000
 """Parameters of the largest network that is run; of larger ones only the flow is looked at."""
+SIZES = {"inception_v3": 96, "maxvit_t": 224}
+"""Sides of the smallest images for networks that cannot take 64x64."""
 # Norms whose input is no convolution's output: in a DenseNet most follow a concatenation.
 NORMS_ELSEWHERE = {"densenet121": 62, "densenet161": 82, "densenet169": 86, "densenet201": 102}
 
@@ -33,6 +36,14 @@ def build(name: str, device: str) -> nn.Module:
         if isinstance(net, models.VGG):  # nine tenths of its weights are here, and no convolution
             net.classifier = nn.Linear(512 * 7 * 7, 5)
     return net
+
+
+def blueprint(name: str) -> nn.Module:
+    """Return the network without memory for its weights, if that is possible."""
+    try:
+        return build(name, "meta")
+    except NotImplementedError:  # it computes its sizes with tensors
+        return build(name, "cpu")
 
 
 def randomized(net: nn.Module) -> nn.Module:
@@ -50,7 +61,7 @@ def randomized(net: nn.Module) -> nn.Module:
 
 
 def batch(name: str) -> Tensor:
-    size = 96 if name == "inception_v3" else 64
+    size = SIZES.get(name, 64)
     return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(2)).double()
 
 
@@ -77,7 +88,7 @@ def norms(net: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_folded_and_separate_norms_agree(name: str) -> None:
-    empty = build(name, "meta")
+    empty = blueprint(name)
     assert len(foldable(empty).pairs) == norms(empty) - NORMS_ELSEWHERE.get(name, 0)
     if not norms(empty) or sum(p.numel() for p in empty.parameters()) > LARGEST:
         return
@@ -95,7 +106,7 @@ def test_folded_and_separate_norms_agree(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_with_and_without_needless_biases_learn_the_same(name: str) -> None:
     """Their convolutions before norms have no bias but in VGG; here they get one."""
-    empty = build(name, "meta")
+    empty = blueprint(name)
     pairs = foldable(empty).pairs
     assert len(needless_biases(empty).pairs) == (norms(empty) if "vgg" in name else 0)
     if not pairs or sum(p.numel() for p in empty.parameters()) > LARGEST:

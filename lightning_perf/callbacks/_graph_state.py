@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Set
-from operator import is_
+from collections.abc import Collection, Hashable, Set
+from functools import cache
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, tuple, deque)
+_CONTAINERS = (list, dict, set, deque)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONG = 64
 # Methods that items replace for a run, and what recurrent layers note about their own weights.
 _BOOKKEEPING = {"forward", "log", "backward", "_flat_weight_refs"}
-_MISSING = object()
 
 
 class FrozenState:
@@ -32,100 +32,94 @@ class FrozenState:
     """
 
     def __init__(self, model: nn.Module, read: Set[str] | None = None) -> None:
-        self._attributes: list[_Attributes] = []
+        # Flat lists, because they are compared before each replay, by functions written in C.
+        self._owners: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._labels: list[str] = []
         self._hooks: list[dict[int, Any]] = []
-        self._tensors: list[tuple[str, Tensor]] = []
+        tensors: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             prefix = f"{name}." if name else ""
-            attributes = vars(module)
-            ignored = _internal(module)
+            attributes, ignored = vars(module), _internal(isinstance(module, LightningModule))
             if module is model and read is not None:
                 ignored |= attributes.keys() - read
-            self._attributes.append(_Attributes(attributes, prefix, ignored))
-            members = (("_parameters", prefix), ("_buffers", prefix), ("_modules", prefix))
-            for group, label in members:
-                self._attributes.append(_Attributes(getattr(module, group), label, frozenset()))
-            self._hooks += [getattr(module, hooks) for hooks in _HOOKS] if name else []
-            self._tensors += module.named_parameters(prefix=name, recurse=False)
-            self._tensors += module.named_buffers(prefix=name, recurse=False)
-        self._flags = self._trainable()
-        self._places = self._addresses()
+            self._add(attributes, [name for name in attributes if name not in ignored], prefix)
+            for group in ("_parameters", "_buffers", "_modules"):
+                self._add(attributes[group], attributes[group], prefix)
+            self._hooks += [attributes[hooks] for hooks in _HOOKS] if name else []
+            tensors.update(module.named_parameters(prefix=name, recurse=False))
+            tensors.update(module.named_buffers(prefix=name, recurse=False))
+        self._values = list(map(dict.get, self._owners, self._names))
+        self._contents = [
+            (index, _contents(value))
+            for index, value in enumerate(self._values)
+            if isinstance(value, _CONTAINERS)
+        ]
+        self._tensors, self._tensor_names = list(tensors.values()), list(tensors)
+        self._flags, self._places = self._trained(), self._addresses()
         self._hooked = self._number_of_hooks()
 
     def changed(self) -> str | None:
-        """Return what is different from before, as a name and what happened, or ``None``."""
-        for attributes in self._attributes:
-            if (name := attributes.changed()) is not None:
-                return name
+        """Return the name of something that is different from before, or ``None``."""
+        values = map(dict.get, self._owners, self._names)
+        if not all(map(is_, values, self._values)):
+            for owner, name, label, before in zip(
+                self._owners, self._names, self._labels, self._values, strict=True
+            ):
+                if not _same(owner.get(name), before):
+                    return label
+        for index, contents in self._contents:
+            if _contents(self._owners[index].get(self._names[index])) != contents:
+                return self._labels[index]
         if self._number_of_hooks() != self._hooked:
             return "the hooks of its layers"
-        for (name, _), flag, before in zip(
-            self._tensors, self._trainable(), self._flags, strict=True
-        ):
-            if flag != before:
-                return f"{name}.requires_grad"
-        for (name, _), place, before_place in zip(
-            self._tensors, self._addresses(), self._places, strict=True
-        ):
-            if place != before_place:
-                return f"the memory of {name}"
+        if (flags := self._trained()) != self._flags:
+            return f"{self._first_difference(flags, self._flags)}.requires_grad"
+        if (places := self._addresses()) != self._places:
+            return f"the memory of {self._first_difference(places, self._places)}"
         return None
 
-    def _trainable(self) -> list[bool]:
-        return [tensor.requires_grad for _, tensor in self._tensors]
+    def _add(self, owner: dict[str, Any], names: Collection[str], prefix: str) -> None:
+        self._owners += [owner] * len(names)
+        self._names += names
+        self._labels += [f"{prefix}{name}" for name in names]
+
+    def _first_difference(self, now: list[Any], before: list[Any]) -> str:
+        return next(n for n, a, b in zip(self._tensor_names, now, before, strict=True) if a != b)
+
+    def _trained(self) -> list[bool]:
+        return list(map(attrgetter("requires_grad"), self._tensors))
 
     def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in self._tensors]
+        return list(map(methodcaller("data_ptr"), self._tensors))
 
     def _number_of_hooks(self) -> int:
         return sum(map(len, self._hooks))
 
 
-class _Attributes:
-    """One dictionary of attributes, with the values that it had."""
-
-    def __init__(self, now: dict[str, Any], prefix: str, ignored: frozenset[str]) -> None:
-        self._now = now
-        self._prefix = prefix
-        self._names = [name for name in now if name not in ignored]
-        self._values = [now[name] for name in self._names]
-        self._contents = {
-            name: _contents(now[name]) for name in self._names if isinstance(now[name], _CONTAINERS)
-        }
-
-    def changed(self) -> str | None:
-        now = self._now
-        values = [now.get(name, _MISSING) for name in self._names]
-        if not all(map(is_, values, self._values)):
-            # Slower, and only then: most attributes are the very objects that they were.
-            for name, value, before in zip(self._names, values, self._values, strict=True):
-                if not (_same(value, before) or name in self._contents):
-                    return f"{self._prefix}{name}"
-        for name, contents in self._contents.items():
-            if _contents(now.get(name)) != contents:
-                return f"{self._prefix}{name}"
-        return None
-
-
-def _internal(module: nn.Module) -> frozenset[str]:
+@cache
+def _internal(lightning: bool) -> frozenset[str]:
     """Return the attributes of a module that are not the user's: torch's and Lightning's own."""
-    plain = LightningModule() if isinstance(module, LightningModule) else nn.Module()
+    plain = LightningModule() if lightning else nn.Module()
     return frozenset(vars(plain)) - {"training"} | _BOOKKEEPING
 
 
 def _same(value: Any, before: Any) -> bool:
     if value is before:
         return True
-    if type(value) is not type(before) or value is _MISSING:
+    if type(value) is not type(before):
         return False
     if isinstance(value, float) and math.isnan(value):
         return math.isnan(before)
-    return isinstance(value, _SCALARS) and bool(value == before)
+    if isinstance(value, tuple):
+        return _contents(value) == _contents(before)
+    # What is in other containers is compared apart.
+    return isinstance(value, _CONTAINERS) or (isinstance(value, _SCALARS) and value == before)
 
 
 def _contents(container: Any) -> Hashable:
     """Return the numbers and objects in a container, of long ones only how many."""
-    if not isinstance(container, _CONTAINERS):
+    if not isinstance(container, (*_CONTAINERS, tuple)):
         return None
     if len(container) > _LONG:
         return len(container)

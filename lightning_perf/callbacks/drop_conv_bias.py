@@ -53,6 +53,7 @@ class DropConvBias(PerfCallback):
 
     def __init__(self, *, strict: bool | None = None) -> None:
         super().__init__(strict=strict)
+        self._flow: Flow | None = None
 
     def why_not(self, trainer: Trainer, module: LightningModule) -> str | None:
         """Return the reason when no bias can go."""
@@ -62,12 +63,13 @@ class DropConvBias(PerfCallback):
                 "model, or a strategy that keeps whole parameters, such as 'ddp'."
             )
         flow = needless_biases(module)
+        self._flow = flow  # found in seconds, so not twice
         return None if flow.pairs else _no_bias(module, flow)
 
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Leave the biases out for the length of the run."""
-        flow = needless_biases(module)
+        flow, self._flow = self._flow or needless_biases(module), None
         with dropped(module, flow) as biases, _known_to_optimizers(trainer, biases):
             text = f"{len(biases)} {'bias' if len(biases) == 1 else 'biases'}"
             yield f"{text}; kept: {list_kept(flow.kept)}" if flow.kept else text

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_perf._conv_norm import Flow
 from lightning_perf._item import Moment, PerfCallback, instance_attribute
 from lightning_perf.inference.fold import describe, foldable, folded_pairs
 
@@ -43,6 +44,7 @@ class FuseConvBN(PerfCallback):
 
     def __init__(self, *, strict: bool | None = None) -> None:
         super().__init__(strict=strict)
+        self._flow: Flow | None = None
 
     def why_not(self, trainer: Trainer, module: LightningModule) -> str | None:
         """Return the reason when nothing can be folded."""
@@ -52,16 +54,14 @@ class FuseConvBN(PerfCallback):
                 "that keeps whole weights, such as 'ddp' or a single device."
             )
         flow = foldable(module)
+        self._flow = flow  # found in seconds, so not twice
         return None if flow.pairs else describe(module, flow)
 
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Fold for the length of the run."""
-        flow = foldable(module)
-        with (
-            folded_pairs(module, flow) as folding,
-            _first_batch_uncompiled(trainer),
-        ):
+        flow, self._flow = self._flow or foldable(module), None
+        with folded_pairs(module, flow) as folding, _first_batch_uncompiled(trainer):
             yield describe(module, flow)
         late = [name for name in folding.folded if name not in folding.verified]
         if late:

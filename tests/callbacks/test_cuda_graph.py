@@ -48,9 +48,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "validation inside the epoch": {"val_check_interval": 2, "accumulate_grad_batches": 2},
 }
 
+# Parts of these are in the others.
+SLOW = {"clipping", "bf16", "fp16 with a scaler", "float64"}
+settings = [pytest.param(s, marks=pytest.mark.slow if s in SLOW else ()) for s in SETTINGS]
+
 
 @both_scopes
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", settings)
 def test_everything_is_the_same_bit_for_bit(scope: str, setting: str) -> None:
     stock, run = twins(Steps, scope, **copy.copy(SETTINGS[setting]))
     assert_same(stock, run)
@@ -76,6 +80,7 @@ def test_short_batches_that_come_back_get_a_graph_of_their_own(scope: str) -> No
     assert graphs == [39, 3]
 
 
+@pytest.mark.slow
 @both_scopes
 def test_an_accumulation_that_changes(scope: str) -> None:
     stock, run = twins(
@@ -328,6 +333,7 @@ def test_a_copy_of_the_network_runs_its_own_weights(scope: str) -> None:
         assert all(p.grad is not None for p in other.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_with_it", [True, False])
 @pytest.mark.parametrize("loaded_with_it", [True, False])
 def test_every_way_of_saving_and_resuming_steps_agrees(
