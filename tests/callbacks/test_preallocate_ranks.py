@@ -79,7 +79,7 @@ for name, (options, manual, unused, accumulate) in CASES.items():
     for items in ([], [Preallocate(strict=False)]):
         module = Statistics(ran := [], manual)
         run = fit(
-            module, texts(Texts([30] + [3, 5, 6, 4] * 3), batch_size=2), *items,
+            module, texts(Texts([*[3, 5, 6, 4] * 3, 30]), batch_size=2), *items,
             strategy=DDPStrategy(process_group_backend="gloo", **options),
             accumulate_grad_batches=accumulate,
         )
