@@ -23,8 +23,8 @@ NETWORKS = [
 ]
 LARGEST = 30_000_000
 """Parameters of the largest network that is run; of larger ones only the flow is looked at."""
-SIZES = {"inception_v3": 96}
-"""Sides of the smallest images for networks that cannot take 64x64."""
+SIZES = {"inception_v3": 299}
+"""Sides of images for networks that cannot take 64x64."""
 # Norms that do not follow a convolution: in a DenseNet most follow a concatenation.
 NORMS_ELSEWHERE = {
     "densenet121": 62,
