@@ -3,17 +3,22 @@
     python examples/variable_length_text.py
     python examples/variable_length_text.py --picture memory.png
 
-Trains a small language model, byte by byte, on the paragraphs of Python's own documentation, once
-plainly and once with Preallocate, in a process of its own each. Paragraphs are shuffled, so the
-longest ones come at some time of the epoch. Without Preallocate the peak memory creeps up until
+Trains a small language model, word by word, on the paragraphs of Python's own documentation: for
+one epoch without Preallocate and for one with it, each in a process of its own. Paragraphs are
+shuffled, so the longest ones come at any time. Without Preallocate the peak memory creeps up until
 then; with it, the peak is there in the first step, and a batch that does not fit would fail there.
+
+Shown is what the process needed beyond what it had before training; on a GPU, what PyTorch reserved
+there, and how often it had to give memory back and try again. `--picture` needs matplotlib.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -21,7 +26,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_perf.benchmark.worker import peak_memory
 from lightning_perf.callbacks import Preallocate
@@ -29,32 +34,55 @@ from lightning_perf.callbacks import Preallocate
 VARIANTS = {"plain": [], "Preallocate": [Preallocate()]}
 # glibc otherwise keeps pieces of freed memory, by chance more or less of them.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+NO_WORD = 0
+
+
+class Paragraphs(Dataset[Tensor]):
+    """The paragraphs of Python's documentation as numbers of words and signs."""
+
+    def __init__(self, longest: int) -> None:
+        texts = [text for topic in topics.values() for text in topic.split("\n\n")]
+        words = [re.findall(r"\w+|[^\w\s]", text)[:longest] for text in texts]
+        words = [paragraph for paragraph in words if len(paragraph) > 4]
+        counts = Counter(word for paragraph in words for word in paragraph)
+        numbers = {word: number for number, word in enumerate(counts, start=NO_WORD + 1)}
+        self.vocabulary = len(numbers) + 1
+        self.data = [torch.tensor([numbers[word] for word in paragraph]) for paragraph in words]
+        # Preallocate looks for this; without it, it reads the paragraphs.
+        self.lengths = [len(paragraph) for paragraph in self.data]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
 
 
 class LanguageModel(LightningModule):
-    """Predicts the next byte with a few transformer layers."""
+    """Predicts the next word with a few transformer layers."""
 
-    def __init__(self, width: int = 64, layers: int = 2) -> None:
+    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2) -> None:
         super().__init__()
-        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.embedding = nn.Embedding(256, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 256)
+        self.head = nn.Linear(width, vocabulary)
 
     def training_step(self, text: Tensor, batch_idx: int) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1] - 1, text.device)
         hidden = self.encoder(self.embedding(text[:, :-1]), mask=mask, is_causal=True)
-        logits = self.head(hidden).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, text[:, 1:].flatten(), ignore_index=0)
+        words = self.head(hidden).flatten(0, 1)
+        return nn.functional.cross_entropy(words, text[:, 1:].flatten(), ignore_index=NO_WORD)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Peak(Callback):
-    """Notes the peak memory of the process, and allocator retries on a GPU, after each step."""
+    """Notes, after each step, the peak memory since training began."""
 
-    def __init__(self) -> None:
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.before = 0 if module.device.type == "cuda" else peak_memory() or 0
         self.bytes: list[int] = []
         self.retries = 0
 
@@ -63,36 +91,30 @@ class Peak(Callback):
             self.bytes.append(torch.cuda.max_memory_reserved())
             self.retries = torch.cuda.memory_stats()["num_alloc_retries"]
         else:
-            self.bytes.append(peak_memory() or 0)
-
-
-def paragraphs(longest: int) -> list[Tensor]:
-    """Return the paragraphs of Python's documentation as bytes, cut at a length."""
-    texts = [text for topic in topics.values() for text in topic.split("\n\n")]
-    data = [text.encode()[:longest] for text in texts if len(text) > 20]
-    return [torch.tensor(list(text)) for text in data]
+            self.bytes.append((peak_memory() or 0) - self.before)
 
 
 def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with a variant in this process, and return what was noted."""
     seed_everything(arguments.seed, verbose=False)
-    texts = paragraphs(arguments.longest)
-    data = DataLoader(
-        texts,
+    data = Paragraphs(arguments.longest)
+    loader = DataLoader(
+        data,
         batch_size=arguments.batch_size,
         shuffle=True,
-        collate_fn=lambda items: pad_sequence(items, batch_first=True),
+        collate_fn=lambda items: pad_sequence(items, batch_first=True, padding_value=NO_WORD),
     )
-    peak = Peak()
     trainer = Trainer(
-        callbacks=[*VARIANTS[variant], peak],
+        callbacks=[*VARIANTS[variant], peak := Peak()],
+        max_epochs=1,
         max_steps=arguments.steps,
         devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        enable_progress_bar=sys.stderr.isatty(),
     )
-    trainer.fit(LanguageModel(), data)
+    trainer.fit(LanguageModel(data.vocabulary), loader)
     return {"bytes": peak.bytes, "retries": peak.retries}
 
 
@@ -111,7 +133,7 @@ def table(noted: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'':<14}{'after step 1':>14}{'at the end':>14}{'reached in':>14}{'retries':>10}"]
     for variant, each in noted.items():
         steps = each["bytes"]
-        reached = next(i for i, size in enumerate(steps, start=1) if size > 0.95 * steps[-1])
+        reached = next(i for i, size in enumerate(steps, start=1) if size >= 0.95 * steps[-1])
         first, last = (f"{size / 2**20:.0f} MiB" for size in (steps[0], steps[-1]))
         step = f"step {reached}"
         lines.append(f"{variant:<14}{first:>14}{last:>14}{step:>14}{each['retries']:>10}")
@@ -126,10 +148,24 @@ def draw(noted: dict[str, dict[str, Any]], path: str) -> None:
     axes = figure.add_subplot()
     for variant, each in noted.items():
         steps = range(1, len(each["bytes"]) + 1)
-        axes.step(steps, [size / 2**20 for size in each["bytes"]], where="post", label=variant)
-    axes.set(xlabel="step", ylabel="peak memory of the process (MiB)", ylim=(0, None))
-    axes.set_title("When the peak is reached")
-    axes.legend(loc="lower right", frameon=False)
+        sizes = [size / 2**20 for size in each["bytes"]]
+        (line,) = axes.step(steps, sizes, where="post")
+        axes.annotate(
+            variant,
+            (steps[-1], sizes[-1]),
+            xytext=(0, 5),
+            textcoords="offset points",
+            horizontalalignment="right",
+            color=line.get_color(),
+        )
+    axes.set(
+        title="Peak memory so far, with texts of variable length",
+        xlabel="step",
+        ylabel="MiB more than before training",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
+    axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
@@ -138,9 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--longest", type=int, default=1500, help="bytes at which texts are cut")
+    parser.add_argument("--steps", type=int, default=-1, help="stop so early (default: an epoch)")
+    parser.add_argument("--batch-size", type=int, default=16, help="paragraphs (default: 16)")
+    parser.add_argument("--longest", type=int, default=800, help="words to cut at (default: 800)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", metavar="FILE", help="draw the memory over the steps")
     parser.add_argument("--only", choices=VARIANTS, help="one variant, in this process")

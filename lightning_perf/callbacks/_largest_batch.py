@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -90,15 +91,17 @@ def find_largest(
     Raises:
         NoLargestBatchError: The loader cannot be looked ahead.
     """
+    kind = type(loader.dataset).__name__
     if isinstance(loader.dataset, IterableDataset):
         raise NoLargestBatchError(
-            f"{type(loader.dataset).__name__} is an IterableDataset, and what it will give is not "
-            "known beforehand."
+            f"{kind} is an IterableDataset, and what it will give is not known beforehand."
         )
+    if sized_len(loader.dataset) is None:
+        raise NoLargestBatchError(f"{kind} has no length, so its items are not known.")
     with preserve_loader(loader):
         plan = _plan(loader, epoch)
         lengths, how = known_lengths(loader)
-        if lengths is None:
+        if lengths is None or not _are_indices(plan.groups[0]):
             plan, sizes, how = _read(loader, plan, max_reads, say)
         else:
             sizes = [lengths[np.asarray(group)] for group in plan.groups]
@@ -203,6 +206,11 @@ def _plan(loader: DataLoader[Any], epoch: float) -> _Plan:
     if not all(map(len, plan.groups)) or not plan.groups:
         raise NoLargestBatchError("its sampler gives no items.")
     return plan
+
+
+def _are_indices(items: Sequence[Any]) -> bool:
+    """Return whether a dataset is asked for plain indices, and not for names, say, or pairs."""
+    return isinstance(items[0], int | np.integer | Tensor)
 
 
 def _in_order(sampler: Any) -> bool:

@@ -33,10 +33,9 @@ def memory_in_use(device: torch.device) -> str:
     return f"{_gib(resident)} resident, {_gib(host.available)} available of {_gib(host.total)}"
 
 
-def release_memory(error: Exception | None) -> None:
+def release_memory(error: Exception) -> None:
     """Give back what an error left behind, so that something smaller can be tried."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)  # they hold the activations
+    traceback.clear_frames(error.__traceback__)  # they hold the activations
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types here
         torch.cuda.empty_cache()

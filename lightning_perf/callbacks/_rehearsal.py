@@ -21,7 +21,11 @@ from lightning_perf._batches import map_tensors
 from lightning_perf._item import instance_attribute
 from lightning_perf._preserve_state import preserve_state
 from lightning_perf.callbacks._largest_input import Input, shapes
-from lightning_perf.callbacks._out_of_memory import is_out_of_memory, memory_in_use
+from lightning_perf.callbacks._out_of_memory import (
+    is_out_of_memory,
+    memory_in_use,
+    release_memory,
+)
 
 # Wrapped by items that count steps, and this is none.
 _STEP = ("training_step", "backward", "optimizer_step")
@@ -94,6 +98,9 @@ def run_inputs(
             if size is None and not is_out_of_memory(error):
                 raise
             run.error, run.memory = error, memory_in_use(trainer.strategy.root_device)
+        batch = None
+        if run.error is not None:
+            release_memory(run.error)  # ranks need some to tell each other
         ranks = everyone((run.error is None, run.without_loss))
         run.fits = all(fits for fits, _ in ranks)
         run.without_loss = any(without for _, without in ranks)

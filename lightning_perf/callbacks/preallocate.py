@@ -33,11 +33,7 @@ from lightning_perf.callbacks._largest_input import (
     names,
     searched_inputs,
 )
-from lightning_perf.callbacks._out_of_memory import (
-    largest_fitting,
-    memory_in_use,
-    release_memory,
-)
+from lightning_perf.callbacks._out_of_memory import largest_fitting, memory_in_use
 from lightning_perf.callbacks._rehearsal import Run, everyone, rehearsal, run_inputs
 
 _INSTEAD = (
@@ -260,13 +256,11 @@ def _out_of_memory(
     trainer: Trainer, module: LightningModule, inputs: list[Input], failed: Run, too_large: int
 ) -> torch.OutOfMemoryError:
     """Return the error to raise, once it is known what would fit."""
-    release_memory(failed.error)
     tried: list[str] = []
 
     def fits(size: int) -> bool:
         with rehearsal(trainer, module) as step:
             run = run_inputs(trainer, step, inputs, size)
-        release_memory(run.error)
         tried.append(f"{size} {'fitted' if run.fits else 'did not'}")
         return run.fits
 

@@ -94,7 +94,9 @@ KINDS = {
     ),
     "shared bias": Case(shared_bias, {}, {"0.conv": "its bias is shared", "1": "bias is shared"}),
 }
-CASES = KINDS | SAME_FOR_ALL | PARAMETRIZED
+# The norm takes channels for samples and positions for channels, and the bias is needed.
+UNBATCHED = Case(chain(nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4)), ONE_PAIR, shape=(3, 4))
+CASES = {**KINDS, **SAME_FOR_ALL, **PARAMETRIZED, "unbatched": UNBATCHED}
 
 
 @contextmanager

@@ -275,6 +275,20 @@ def test_a_million_known_lengths_are_enough_without_reading_an_item() -> None:
     assert data.reads == 0
 
 
+def test_items_that_are_no_indices_are_read() -> None:
+    class Cut(Texts):
+        def __getitem__(self, key: Any) -> Tensor:
+            index, length = key
+            return torch.full((length,), index)
+
+    batches = Buckets([[(0, 3), (1, 2)], [(9, 4)]])
+
+    found = find(loader(Cut(), batch_sampler=batches))
+
+    assert [batch.items for batch in found.batches] == [[(0, 3), (1, 2)], [(9, 4)]]
+    assert found.how.startswith("reading 3 of 3 items")
+
+
 # --- reading items
 
 
@@ -437,6 +451,11 @@ def test_workers_under_way_are_not_disturbed() -> None:
 # --- what cannot be looked ahead
 
 
+class Unsized(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(index)
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter([torch.zeros(2)])
@@ -446,6 +465,7 @@ class Stream(IterableDataset[Tensor]):
     ("make", "reason"),
     [
         (lambda: DataLoader(Stream()), "Stream is an IterableDataset"),
+        (lambda: DataLoader(Unsized(), sampler=[1, 2]), "Unsized has no length"),
         (
             lambda: loader(batch_sampler=iter([[0, 1], [2]])),
             "its sampler is a list_iterator, which can be iterated only once",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -34,5 +33,4 @@ def test_it_tells_memory_and_learns_the_same(
 def test_help_shows_the_command_and_the_defaults(help_of: Callable[[str], str]) -> None:
     output = help_of(SCRIPT)
     assert f"python examples/{SCRIPT}" in output
-    assert "default: 24" in output
-    assert Path(SCRIPT).stem in output
+    assert "default: 16" in output

@@ -281,6 +281,16 @@ def test_folded_weights_follow(change: Any, monkeypatch: pytest.MonkeyPatch) -> 
             assert not calls
 
 
+def test_a_tensor_in_the_place_of_another_is_noticed() -> None:
+    net, same = twins(Net)
+    x = batch((4, 3, 6, 6))
+    with folded(net), torch.no_grad():
+        for value in (1, 2):
+            for each in (net, same):  # neither of them was written to
+                each.conv.bias = nn.Parameter(torch.full((3,), value).double())
+            assert_same(net(x), same(x))
+
+
 def test_a_copy_made_inside_folds_its_own_weights() -> None:
     net, same = twins(Net)
     x = batch((4, 3, 6, 6))
@@ -344,24 +354,15 @@ def test_values_that_are_not_numbers_are_not_folded() -> None:
     assert folding.folded == {}
 
 
-def test_a_norm_of_another_type_is_found() -> None:
-    """In a half-precision network with a norm in float32, as some libraries make them."""
-
-    class Float32Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.conv(x))
-
-    net = Float32Norm().eval()
+def test_a_norm_in_float32_after_a_layer_in_half_precision() -> None:
+    net = Net().eval()
     net.conv.bfloat16()
     x = torch.randn(4, 3, 6, 6).bfloat16()
+    expected = net(x)
     with folded(net) as folding, torch.no_grad():
         output = net(x)
-    assert output.dtype == Float32Norm.forward(net, x).dtype
     assert folding.verified == ["conv"]
+    assert output.dtype == expected.dtype == torch.bfloat16
 
 
 def test_compiled_code_uses_what_was_verified_before(monkeypatch: pytest.MonkeyPatch) -> None:
