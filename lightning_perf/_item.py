@@ -99,6 +99,23 @@ class PerfCallback(Callback, ABC):
     ) -> AbstractContextManager[str | None]:
         """Return a context that applies the change, yields a detail line, and undoes the change."""
 
+    @final
+    def has_no_effect(self, reason: str) -> None:
+        """Tell of a reason not to act, as `strict` asks; for reasons that only the run shows.
+
+        Raises:
+            RuntimeError: The item is strict.
+        """
+        message = f"{type(self).__name__} has no effect here: {reason}"
+        if self.strict:
+            raise RuntimeError(
+                f"{message} It was asked for with strict=True: remove it, or pass strict=False."
+            )
+        if self.strict is None:
+            rank_zero_warn(message, category=NoEffectWarning)
+        else:
+            self.say(f"no effect: {reason}")
+
     def say(self, message: str) -> None:
         """Tell the user one line, on rank 0 only."""
         rank_zero_info(f"lightning_perf: {type(self).__name__}: {message}")
@@ -191,13 +208,8 @@ def _enter(run: _Run, item: PerfCallback, trainer: Trainer, module: LightningMod
     reason = item.why_not(trainer, module)
     if reason is not None:
         run.statuses.append(Status(name, active=False, text=reason))
-        message = f"{name} has no effect here: {reason}"
-        if item.strict:
-            raise RuntimeError(
-                f"{message} It was asked for with strict=True: remove it, or pass strict=False."
-            )
-        if item.strict is None:
-            rank_zero_warn(message, category=NoEffectWarning)
+        if item.strict is not False:
+            item.has_no_effect(reason)
         return
     for switch in sorted(item.changes & KNOBS.keys()):
         other = run.claims.setdefault(switch, item)

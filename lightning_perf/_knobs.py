@@ -52,7 +52,7 @@ def _write_anomaly_check_nan(on: bool) -> None:
 def _read_sync_debug_mode() -> int:
     # Asking would initialise CUDA, which must not happen before a fork; setting it initialises too,
     # so without CUDA it cannot be on.
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # no types in torch
     return torch.cuda.get_sync_debug_mode() if initialized else 0
 
 

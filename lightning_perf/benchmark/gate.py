@@ -134,7 +134,7 @@ class Gate(Callback):
 def _mark(device: torch.device) -> Any:
     """Take the time of this point of the program, on the GPU's own clock where there is one."""
     if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # no types in torch
         event.record()
         return event
     if device.type == "mps":

@@ -57,7 +57,8 @@ def short_batches_uncompiled(
     def look(loader: DataLoader[Any]) -> None:
         samples = short_last_batch(loader)
         if samples and len(loader) > 1:
-            full = loader.batch_sampler.batch_size  # type: ignore[union-attr]  # it has one
+            # `short_last_batch` finds samples for a BatchSampler only, and that has a size.
+            full = loader.batch_sampler.batch_size  # type: ignore[union-attr]  # see above
             stage()[full] = samples
             say(stage_of(trainer), samples, full)
 

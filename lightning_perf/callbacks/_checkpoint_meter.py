@@ -137,7 +137,7 @@ def storages_of(tree: Any) -> Storages:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             storage = leaf.untyped_storage()
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # no types in torch
             found[reference.cdata] = reference, storage.nbytes()
     return found
 

@@ -68,7 +68,7 @@ class StepEngine(Engine):
     """
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # no types in torch
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager

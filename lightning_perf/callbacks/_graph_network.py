@@ -140,7 +140,7 @@ class _GraphedForward:
 
         for tensor in flatten(output)[0]:
             if tensor.requires_grad and self.table.reason is None:
-                tensor.register_hook(look)  # type: ignore[no-untyped-call]  # torch
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]  # no types in torch
 
 
 def _itself(forward: Any) -> Any:

@@ -17,10 +17,9 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_perf import NoEffectWarning, _compat
+from lightning_perf import _compat
 from lightning_perf._item import Moment, PerfCallback
 from lightning_perf.callbacks._graph_engine import ENGINES, Scope
 from lightning_perf.callbacks._graph_network import graphed_network
@@ -90,7 +89,7 @@ class CUDAGraph(PerfCallback):
         """Record and replay for the length of the run."""
         engine = ENGINES[trainer.strategy.root_device.type][self.scope]
         if self.scope == "step":
-            report = partial(self._report, "the training step is eager: ")
+            report = partial(self._eager, "the training step")
             with step_graphs(trainer, module, engine(), report) as table:
                 yield "forward, loss and backward of the training step"
                 self.say(table.summary())
@@ -99,7 +98,7 @@ class CUDAGraph(PerfCallback):
         with ExitStack() as stack:
             tables = {}
             for name, network in networks.items():
-                report = partial(self._report, f"{name} is eager: ")
+                report = partial(self._eager, name)
                 tables[name] = stack.enter_context(graphed_network(network, engine(), report))
             yield f"forward and backward of {', '.join(networks)}"
             for name, counts in tables.items():
@@ -110,17 +109,8 @@ class CUDAGraph(PerfCallback):
         first = next(items, self)
         return None if first is self else f"{first!r} acts already. Keep one of the two."
 
-    def _report(self, prefix: str, reason: str) -> None:
-        """Tell of a reason that was found while training, as strictly as of one before it."""
-        message = f"CUDAGraph: {prefix}{reason}"
-        if self.strict:
-            raise RuntimeError(
-                f"{message} It was asked for with strict=True: remove it, or pass strict=False."
-            )
-        if self.strict is None:
-            rank_zero_warn(message, category=NoEffectWarning)
-        else:
-            self.say(f"{prefix}{reason}")
+    def _eager(self, what: str, reason: str) -> None:
+        self.has_no_effect(f"{what} is eager: {reason}")
 
 
 @contextmanager
@@ -155,7 +145,7 @@ def cuda_graphed(network: nn.Module, *, strict: bool | None = None) -> Iterator[
             f"CUDA graphs of a {type(network).__name__} were asked for, but its parameters are on "
             f"{device}. Move it to a CUDA device first."
         )
-    report = partial(CUDAGraph(strict=strict)._report, f"{type(network).__name__} is eager: ")
+    report = partial(CUDAGraph(strict=strict)._eager, type(network).__name__)
     with graphed_network(network, ENGINES[device]["network"](), report):
         yield network
 

@@ -11,14 +11,13 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_perf import NoEffectWarning
 from lightning_perf._batches import batches_unseen
 from lightning_perf._item import Moment, PerfCallback, instance_attribute
 from lightning_perf._preserve_state import preserve_loader, preserve_model
@@ -132,7 +131,7 @@ class Preallocate(PerfCallback):
 
     def _act(self, trainer: Trainer, module: LightningModule, first: Any) -> None:
         if any(map(is_lazy, chain(module.parameters(), module.buffers()))):
-            self._stand_aside("the model has lazy layers whose shapes are not known yet.")
+            self.has_no_effect("the model has lazy layers whose shapes are not known yet.")
             return
         with rehearsal(trainer, module) as step:
             inputs, reason = self._inputs(trainer, module, first)
@@ -148,12 +147,12 @@ class Preallocate(PerfCallback):
                     self.say(f"training_step failed, or its batch, at {names(inputs)}.")
                     raise
         if reason is not None:
-            self._stand_aside(reason)
+            self.has_no_effect(reason)
         elif not run.fits:
             too_large = max(size for _, _, size in plans)
             raise _out_of_memory(trainer, module, inputs, run, too_large) from run.error
         elif run.without_loss:
-            self._stand_aside(f"training_step returned no loss for {names(inputs)}.")
+            self.has_no_effect(f"training_step returned no loss for {names(inputs)}.")
         else:
             self.say(_report(trainer, module, inputs, run))
 
@@ -179,17 +178,6 @@ class Preallocate(PerfCallback):
                 f"{names(inputs)}, of the kind {ours}. {_INSTEAD}"
             )
         return inputs, None
-
-    def _stand_aside(self, reason: str) -> None:
-        message = f"Preallocate has no effect here: {reason}"
-        if self.strict:
-            raise RuntimeError(
-                f"{message} It was asked for with strict=True: remove it, or pass strict=False."
-            )
-        if self.strict is None:
-            rank_zero_warn(message, category=NoEffectWarning)
-        else:
-            self.say(f"no effect: {reason}")
 
 
 def preallocate(

@@ -12,9 +12,7 @@ from compiling import (
     calls_of,
     deep,
     fit,
-    forget_compiled_code,
     graphs,
-    listen,
     odd,
 )
 from lightning.pytorch import LightningModule, seed_everything
@@ -27,15 +25,7 @@ from lightning_perf._item import statuses
 from lightning_perf._knobs import read_knobs
 from lightning_perf.callbacks.compile import Compile, compiled
 
-
-@pytest.fixture(autouse=True)
-def no_compiled_code() -> None:
-    forget_compiled_code()
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    return listen(caplog)
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
 
 def test_the_context_manager_compiles_in_place_and_undoes_also_after_an_error() -> None:

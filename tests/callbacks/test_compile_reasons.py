@@ -12,8 +12,6 @@ from compiling import (
     calls_of,
     deep,
     fit,
-    forget_compiled_code,
-    listen,
 )
 from lightning.pytorch import LightningModule
 from models import Classifier, conv_net
@@ -25,15 +23,7 @@ from lightning_perf.callbacks._regions import convolution_share
 from lightning_perf.callbacks._toolchain import what_inductor_lacks
 from lightning_perf.callbacks.compile import Compile
 
-
-@pytest.fixture(autouse=True)
-def no_compiled_code() -> None:
-    forget_compiled_code()
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    return listen(caplog)
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
 
 def reason(module: LightningModule, item: Compile) -> str:

@@ -11,9 +11,7 @@ from compiling import (
     calls_of,
     deep,
     fit,
-    forget_compiled_code,
     lines,
-    listen,
 )
 from models import Classifier, conv_net, images, trainer
 from torch import nn
@@ -21,15 +19,7 @@ from torch._dynamo.utils import counters
 
 from lightning_perf.callbacks.compile import Compile
 
-
-@pytest.fixture(autouse=True)
-def no_compiled_code() -> None:
-    forget_compiled_code()
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    return listen(caplog)
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
 
 def numbers(line: str) -> str:

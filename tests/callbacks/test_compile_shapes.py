@@ -11,11 +11,9 @@ from compiling import (
     calls_of,
     deep,
     fit,
-    forget_compiled_code,
     graphs,
     lengths,
     lines,
-    listen,
     odd,
 )
 from models import Classifier, images, trainer
@@ -28,15 +26,7 @@ from lightning_perf.callbacks._loaders import short_last_batch
 from lightning_perf.callbacks._regions import find_regions, staged
 from lightning_perf.callbacks.compile import Compile
 
-
-@pytest.fixture(autouse=True)
-def no_compiled_code() -> None:
-    forget_compiled_code()
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    return listen(caplog)
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
 
 class Counting(Classifier):

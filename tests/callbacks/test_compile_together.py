@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import Block, deep, fit, forget_compiled_code, graphs, odd
+from compiling import Block, deep, fit, graphs, odd
 from models import Classifier, residual_net
 from torch import nn
 from torch._dynamo.utils import counters
@@ -18,10 +18,7 @@ from lightning_perf.callbacks._regions import staged
 from lightning_perf.callbacks.activation_checkpointing import ActivationCheckpointing, checkpointed
 from lightning_perf.callbacks.compile import Compile
 
-
-@pytest.fixture(autouse=True)
-def no_compiled_code() -> None:
-    forget_compiled_code()
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
 
 class Dropping(Block):

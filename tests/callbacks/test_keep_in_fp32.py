@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch import Callback
+from mixed_precision import BF16, Dtypes, autocast, net
 from models import Classifier, LateClassifier, conv_net, images, trainer
 from torch import Tensor, nn
 
@@ -19,30 +20,6 @@ from lightning_perf import NoEffectWarning
 from lightning_perf._item import statuses
 from lightning_perf.callbacks import KeepInFP32
 from lightning_perf.callbacks.keep_in_fp32 import find_modules, keep_in_fp32
-
-BF16 = {"precision": "bf16-mixed"}
-
-
-def autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.Linear(16, 4), nn.Softmax(dim=-1)
-    )
-
-
-class Dtypes:
-    """Notes what a module gets and gives, as a hook of the user's does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
-        self.handle = module.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.seen.append((inputs[0].dtype, output.dtype))
 
 
 class Inside(nn.Module):

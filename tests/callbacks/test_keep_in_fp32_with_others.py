@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from mixed_precision import BF16, Dtypes, autocast, net
 from models import Classifier, images, trainer
 from ranks import TORCHRUN, run_ranks
 from torch import Tensor, nn
@@ -16,30 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_perf.callbacks import Compile, KeepInFP32
 from lightning_perf.callbacks.keep_in_fp32 import keep_in_fp32
-
-BF16 = {"precision": "bf16-mixed"}
-
-
-def autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.Linear(16, 4), nn.Softmax(dim=-1)
-    )
-
-
-class Dtypes:
-    """Notes what a module gets and gives, as a hook of the user's does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
-        self.handle = module.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.seen.append((inputs[0].dtype, output.dtype))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
