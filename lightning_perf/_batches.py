@@ -57,27 +57,27 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
         batch: Any nested structure; leaves that are not tensors are kept.
         function: Takes a tensor and returns the one to use, the same object where nothing changes.
     """
-    entered: set[int] = set()
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        parts = _parts(value)
-        if not parts or id(value) in entered:
-            return value
-        entered.add(id(value))
-        changed = {}
-        for key, part in parts.items():
-            new = convert(part)
-            if new is not part:
-                changed[key] = new
-        entered.discard(id(value))
-        return _with_parts(value, parts, changed) if changed else value
-
-    return convert(batch)
+    return _mapped(batch, function, set())
 
 
-def _parts(value: Any) -> dict[Any, Any]:
+def _mapped(value: Any, function: Callable[[Tensor], Tensor], entered: set[int]) -> Any:
+    # No closure: one that calls itself is a cycle, and keeps what `function` holds for a while.
+    if isinstance(value, Tensor):
+        return function(value)
+    parts = parts_of(value)
+    if not parts or id(value) in entered:
+        return value
+    entered.add(id(value))
+    changed = {}
+    for key, part in parts.items():
+        new = _mapped(part, function, entered)
+        if new is not part:
+            changed[key] = new
+    entered.discard(id(value))
+    return _with_parts(value, parts, changed) if changed else value
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
     """Return what a container holds, by key, index or attribute name; empty for a leaf."""
     if isinstance(value, Mapping):
         return dict(value)

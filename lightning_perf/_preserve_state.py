@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -277,7 +278,12 @@ def _flat(container: Any) -> list[Any]:
 
 
 def _tensor_restore(tensor: Tensor, *, on_host: bool) -> Restore:
-    """Return what puts values, storage, gradient and flag of one tensor back."""
+    """Return what puts values, storage, version, gradient and flag of one tensor back.
+
+    Autograd compares versions, not values: to graphs that wait for their backward, the same values
+    put back would look like others.
+    """
+    version = nullcontext() if tensor.is_inference() else _unsafe_preserve_version_counter(tensor)
     alias = tensor.detach()
     values = _distinct(alias)
     values = values.to("cpu", copy=True) if on_host else values.clone()
@@ -286,7 +292,7 @@ def _tensor_restore(tensor: Tensor, *, on_host: bool) -> Restore:
     def restore() -> None:
         # Tensors made in inference mode can be written to only there; for others it would hide the
         # change from autograd.
-        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        with version, torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             if not tensor.is_leaf:
                 tensor.detach_()  # the block computed into it
             if not _same_place(tensor, alias):

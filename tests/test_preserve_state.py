@@ -589,3 +589,17 @@ def test_values_return_to_the_same_storage_of_views() -> None:
         flat.add_(1)
 
     assert torch.equal(flat, torch.zeros(6))
+
+
+def test_a_graph_that_waits_for_its_backward_still_has_it() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(8, 3)
+    waiting = net(x).sum()
+    expected = torch.autograd.grad(waiting, list(net.parameters()), retain_graph=True)
+    with preserve_model(net, [optimizer]):
+        net(x).square().sum().backward()
+        optimizer.step()
+    waiting.backward()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)

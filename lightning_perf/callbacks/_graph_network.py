@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_perf._item import instance_attribute
+from lightning_perf._preserve_state import preserve_model
 from lightning_perf.callbacks._graph_engine import Engine
 from lightning_perf.callbacks._graph_network_record import NetworkGraph, device_of
 from lightning_perf.callbacks._graph_probe import (
     IneligibleError,
     first_cause,
     require_capturable,
-    trial,
 )
 from lightning_perf.callbacks._graph_signature import autocast_key, flatten
 from lightning_perf.callbacks._graph_table import GraphTable
@@ -109,7 +109,7 @@ class _GraphedForward:
     ) -> NetworkGraph | None:
         try:
             require_capturable(self._network)
-            with trial(self._network):
+            with preserve_model(self._network):
                 graph = NetworkGraph(
                     self._network, self._original, self._engine, arguments, tensors
                 )

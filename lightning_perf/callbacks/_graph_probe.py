@@ -7,7 +7,7 @@ import linecache
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_perf._item import instance_attribute
-from lightning_perf._preserve_state import preserve_model
 
 Note = Callable[[str], None]
 
@@ -70,20 +68,6 @@ def first_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-@contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
-    """Undo what trial runs in the block do to a model, while others may wait for backward.
-
-    Autograd compares the versions of weights, not their values: putting the same values back looks
-    to it like a change.
-    """
-    with ExitStack() as stack:
-        for tensor in (*model.parameters(), *model.buffers()):
-            stack.enter_context(_unsafe_preserve_version_counter(tensor))
-        stack.enter_context(preserve_model(model))
-        yield
 
 
 @contextmanager

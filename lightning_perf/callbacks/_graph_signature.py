@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_perf._batches import _parts, map_tensors
+from lightning_perf._batches import map_tensors, parts_of
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -30,8 +29,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Hashable]:
 
 def filled(template: Any, tensors: Sequence[Tensor]) -> Any:
     """Return a copy of a structure that holds other tensors, in the order of `flatten`."""
-    left = deque(tensors)  # empty in the end, so that nothing keeps the tensors
-    return map_tensors(template, lambda _: left.popleft())
+    left = iter(tensors)
+    return map_tensors(template, lambda _: next(left))
 
 
 def static_copy(tensor: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ def constants(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     """
     if isinstance(value, Tensor | bool | type(None)):
         return
-    parts = _parts(value)
+    parts = parts_of(value)
     if not parts and not _is_empty_container(value):
         yield path, value
     for name, part in parts.items():
@@ -66,7 +65,7 @@ def _key(value: Any, tensors: list[Tensor], entered: set[int]) -> Hashable:
         return _tensor_key(value)
     if _is_empty_container(value):
         return type(value), ()
-    parts = _parts(value)
+    parts = parts_of(value)
     # `map_tensors` stops at what contains itself, too.
     if not parts or id(value) in entered:
         # What has no value to compare is itself only.

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_perf import _compat
 from lightning_perf._batches import map_tensors
 from lightning_perf._item import instance_attribute
+from lightning_perf._preserve_state import preserve_model
 from lightning_perf.callbacks._graph_engine import Engine
-from lightning_perf.callbacks._graph_probe import IneligibleError, first_cause, trial
+from lightning_perf.callbacks._graph_probe import IneligibleError, first_cause
 from lightning_perf.callbacks._graph_ranks import Ranks, ddp_on_stream, ranks_together
 from lightning_perf.callbacks._graph_signature import constants, flatten
 from lightning_perf.callbacks._graph_step_checks import (
@@ -193,7 +194,7 @@ class _GraphedSteps:
     def _tried(self, run: Callable[[], T]) -> T | None:
         """Return what a trial run gives, without a trace; ``None`` and the reason if it fails."""
         try:
-            with trial(self._module):
+            with preserve_model(self._module):
                 return run()
         except IneligibleError as reason:
             self.table.reason = str(reason)
