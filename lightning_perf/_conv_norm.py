@@ -241,9 +241,6 @@ def _trace(scope: nn.Module) -> list[fx.Graph] | str | None:
                 for module in scope.modules():
                     module.training = training
                 graphs.append(_Tracer().graph_of(scope, arguments))
-        except NotImplementedError:
-            # A module that only holds others inherits a forward that raises this: it calls nothing.
-            return None
         except Exception as error:
             what = re.split(r"[.\n] ?", str(error))[0] or type(error).__name__
             return f"{_forward(scope)} cannot be traced: {what}"
