@@ -31,10 +31,10 @@ ALWAYS_ACTIVE = ("GarbageCollection", "Preallocate")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
 
 
-def item(name: str, **arguments: object) -> Variant:
-    path = f"lightning_perf.callbacks.{name}"
+def item(item: str, *, name: str | None = None, **arguments: object) -> Variant:
+    path = f"lightning_perf.callbacks.{item}"
     entry = {"class_path": path, "init_args": {**arguments, "strict": False}}
-    return Variant(name, trainer={"callbacks": [entry]})
+    return Variant(name or item, trainer={"callbacks": [entry]})
 
 
 def idle_items() -> Variant:
@@ -75,6 +75,9 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
         yield task, preset, hand_written(**options)
     for task in CONVOLUTIONS:
         yield task, "none", item("ChannelsLast")
+    for policy in ("full", "selective"):
+        variant = item("ActivationCheckpointing", name=f"{policy}-checkpointing", policy=policy)
+        yield "encoder24", "none", variant
     yield "layers", "none", idle_items()
     # A window of the benchmark holds whole optimizer steps. With as many batches in one as from one
     # collection to the next, each window holds a collection; shorter ones would not see it.

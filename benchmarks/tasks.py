@@ -135,15 +135,25 @@ def vit() -> tuple[LightningModule, DataLoader[Any]]:
     return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), images(128, 16)
 
 
+def texts(batch_size: int) -> DataLoader[Any]:
+    """Random texts of 128 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1000, (256, 128), generator=generator)
+    dataset = TensorDataset(tokens, torch.randint(0, 10, (256,), generator=generator))
+    sampler = RandomSampler(dataset, num_samples=1000 * batch_size)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+
+
 def encoder() -> tuple[LightningModule, DataLoader[Any]]:
     """A transformer encoder of 12 layers, width 256, on 8 texts of 128 tokens."""
-    net = TextClassifier(width=256, heads=4, tokens=1000)
-    generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(1000, (256, 128), generator=generator)
-    dataset = TensorDataset(texts, torch.randint(0, 10, (256,), generator=generator))
-    sampler = RandomSampler(dataset, num_samples=1000 * 8)
-    data = DataLoader(dataset, batch_size=8, sampler=sampler)
-    return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), data
+    net = TextClassifier(12, width=256, heads=4, tokens=1000)
+    return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), texts(8)
+
+
+def encoder24() -> tuple[LightningModule, DataLoader[Any]]:
+    """BERT-large's 24 layers at a quarter of its width, on 4 texts of 128 tokens."""
+    net = TextClassifier(24, width=256, heads=4, tokens=1000)
+    return ImageClassifier(net, torch.optim.AdamW, lr=1e-4), texts(4)
 
 
 class Layers(LightningModule):
