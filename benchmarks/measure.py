@@ -3,8 +3,9 @@
     python benchmarks/measure.py --budget 600              # everything this machine can do
     python benchmarks/measure.py resnet50:cpu vit:Compile  # only these
 
-Each comparison is one file, ``<date>_<task>_<variant>.json``; those of today that exist are kept,
-so an interrupted run goes on where it stopped. docs/results/README.md gets a row for each file.
+Each comparison is one file, ``<date>_<task>_<variant>_<hardware>.json``; those of today that exist
+are kept, so an interrupted run goes on where it stopped. docs/results/README.md gets a row for each
+file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from lightning_perf import callbacks, presets
 from lightning_perf._hardware import detect
 from lightning_perf.benchmark import Result, Variant, compare
-from lightning_perf.benchmark.findings import RESULTS_HEADER, results_row
+from lightning_perf.benchmark.findings import ISA, RESULTS_HEADER, results_row
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "docs" / "results"
@@ -94,6 +95,14 @@ def name_of(variant: str | Variant) -> str:
     return variant if isinstance(variant, str) else variant.name
 
 
+def file_of(task: str, variant: str | Variant) -> Path:
+    hardware = detect()
+    kind = next((flag for flag in ISA if flag in hardware.isa), "cpu")
+    if hardware.device != "cpu":
+        kind = hardware.device_name.replace(" ", "-")
+    return RESULTS / f"{date.today().isoformat()}_{task}_{name_of(variant)}_{kind}.json"
+
+
 def write_table() -> None:
     page = RESULTS / "README.md"
     text, _, _ = page.read_text(encoding="utf-8").partition(MARK)
@@ -117,7 +126,7 @@ def main() -> None:
         label = f"{task}:{name_of(b)}"
         if arguments.only and label not in arguments.only:
             continue
-        target = RESULTS / f"{date.today().isoformat()}_{task}_{name_of(b)}.json"
+        target = file_of(task, b)
         if arguments.list or target.exists():
             print(label, "(is there)" if target.exists() else "", flush=True)
             continue

@@ -19,15 +19,17 @@ from torchvision import models
 
 
 class TextClassifier(nn.Module):
-    """A transformer encoder of 12 layers over tokens, and a linear layer on their mean."""
+    """A transformer encoder over tokens, and a linear layer on the mean of what it returns."""
 
-    def __init__(self, *, width: int, heads: int, tokens: int, classes: int = 10) -> None:
+    def __init__(
+        self, layers: int, *, width: int, heads: int, tokens: int, classes: int = 10
+    ) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, batch_first=True, norm_first=True, activation="gelu"
         )
         self.embedding = nn.Embedding(tokens, width)
-        self.encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:

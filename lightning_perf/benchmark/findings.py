@@ -10,6 +10,9 @@ from typing import Any
 from lightning_perf.benchmark import statistics
 from lightning_perf.benchmark.result import Result
 
+ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+"""The instruction sets that decide how fast a CPU trains, the best first."""
+
 RESULTS_HEADER = (
     "| date | trained | A | B | speed-up of B (interval) | launches | learns the same | machine "
     "| software | |\n"
@@ -21,8 +24,6 @@ RESULTS_HEADER = (
 _SAME_MEMORY = 0.02
 # The fastest and the typical steps agree this well when nothing but speed differs.
 _SAME_RATIO = 0.03
-# The instruction sets that decide how fast a CPU trains, the best first.
-_ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def machine(result: Result) -> str:
         return ""
     if not result.environment_b.get("device", "cpu").startswith("cpu"):
         return str(hardware["device_name"])
-    isa = next((f" ({flag})" for flag in _ISA if flag in hardware["isa"]), "")
+    isa = next((f" ({flag})" for flag in ISA if flag in hardware["isa"]), "")
     cores = hardware["cores"]
     return f"{hardware['cpu_name']}{isa}, {cores} core{'' if cores == 1 else 's'}"
 
