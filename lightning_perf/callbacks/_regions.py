@@ -95,6 +95,12 @@ def compiled_modules(model: nn.Module) -> Regions:
     return {n: m for n, m in model.named_modules() if m is not model and is_compiled(m)}
 
 
+def inside_compiled(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of ``model`` that run in compiled code: compiled ones, and all in them."""
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    return {part for module in compiled for part in module.modules()}
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Say whether a module is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_perf._batches import batches_unseen, every_batch, map_tensors
 from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf.callbacks._regions import inside_compiled
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.ConvTranspose2d)
@@ -67,7 +68,9 @@ class ChannelsLast(PerfCallback):
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Convert weights and batches for the length of the run."""
-        watch = _FormatWatch(_convolutions(module, volumes=self.volumes), self._say_fallen)
+        watch = _FormatWatch(
+            module, _convolutions(module, volumes=self.volumes), self._say_fallen
+        )
 
         def convert(batch: Any) -> Any:
             watch.next_batch()
@@ -276,14 +279,22 @@ def _is_like(value: Any, weight: Tensor) -> bool:
 class _FormatWatch:
     """Looks during the first batch whether convolutions get and give NHWC tensors.
 
+    Not at those in compiled modules: the compiler chooses formats itself, and would compile again
+    once a hook is gone.
+
     Args:
+        model: What holds the convolutions.
         convolutions: The modules to look at, by name.
         report: Called with the names of those that fell back, if any, and the number of all.
     """
 
     def __init__(
-        self, convolutions: dict[str, nn.Module], report: Callable[[list[str], int], None]
+        self,
+        model: nn.Module,
+        convolutions: dict[str, nn.Module],
+        report: Callable[[list[str], int], None],
     ) -> None:
+        self._model = model
         self.names = {module: name for name, module in convolutions.items()}
         self._report = report
         self._fallen: dict[str, None] = {}
@@ -298,7 +309,10 @@ class _FormatWatch:
         if self._called:
             self.close()
         elif not self._handles:
-            self._handles = [module.register_forward_hook(self._look) for module in self.names]
+            compiled = inside_compiled(self._model)
+            eager = [module for module in self.names if module not in compiled]
+            self._handles = [module.register_forward_hook(self._look) for module in eager]
+            self._closed = not eager
 
     def close(self) -> None:
         """Remove the hooks, so that later steps cost nothing, and report."""
@@ -311,8 +325,7 @@ class _FormatWatch:
             self._fallen.clear()
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            # The compiler chooses formats itself, and must not see these hooks come and go.
+        if torch.compiler.is_compiling():  # a step of the LightningModule is compiled
             return
         self._called = True
         if not all(_is_nhwc(tensor) for tensor in (*args, output)):

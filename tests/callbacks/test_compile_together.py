@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_perf._item import PerfCallback, statuses
-from lightning_perf.callbacks import DropConvBias, KeepInFP32
+from lightning_perf.callbacks import ChannelsLast, DropConvBias, KeepInFP32
 from lightning_perf.callbacks._checkpoint_forward import recomputed_blocks
 from lightning_perf.callbacks._regions import staged
 from lightning_perf.callbacks.activation_checkpointing import ActivationCheckpointing, checkpointed
@@ -43,6 +43,7 @@ INSIDE = [
         lambda: KeepInFP32(["LayerNorm"]), deep, {"precision": "bf16-mixed"}, id="KeepInFP32"
     ),
     pytest.param(lambda: DropConvBias(), residual_net, {}, id="DropConvBias"),
+    pytest.param(lambda: ChannelsLast(), residual_net, {}, id="ChannelsLast"),
 ]
 
 
