@@ -27,6 +27,7 @@ RESULTS = HERE.parent / "docs" / "results"
 TASKS_FILE = os.path.relpath(HERE / "tasks.py")  # results name it as a reader would
 TASKS = ("resnet50", "vit")
 CONVOLUTIONS = ("mobilenet", "resnext")  # depthwise-separable, and grouped
+DEEP = ("encoder24", "encoder24nodropout")
 # These act wherever they are, so what they cost is measured by itself.
 ALWAYS_ACTIVE = ("GarbageCollection", "Preallocate")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
@@ -76,9 +77,10 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
         yield task, preset, hand_written(**options)
     for task in CONVOLUTIONS:
         yield task, "none", item("ChannelsLast")
-    for policy in ("full", "selective"):
-        variant = item("ActivationCheckpointing", name=f"{policy}-checkpointing", policy=policy)
-        yield "encoder24", "none", variant
+    for task in DEEP:
+        for policy in ("full", "selective", 0.4):
+            name = f"checkpointing-{policy}"
+            yield task, "none", item("ActivationCheckpointing", name=name, policy=policy)
     yield "layers", "none", idle_items()
     # A window of the benchmark holds whole optimizer steps. With as many batches in one as from one
     # collection to the next, each window holds a collection; shorter ones would not see it.

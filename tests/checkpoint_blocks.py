@@ -176,7 +176,9 @@ def observed(module: nn.Module) -> list[Any]:
     return found
 
 
-def trained(net: nn.Module, loss: Callable[[], Tensor], steps: int = 3, **autocast: Any) -> Any:
+def trained(
+    net: nn.Module, loss: Callable[[], Tensor], steps: int = 3, device: str = "cpu", **autocast: Any
+) -> Any:
     """Train a few steps from the same random numbers; return all that is to see."""
     torch.manual_seed(0)
     random.seed(0)
@@ -185,7 +187,7 @@ def trained(net: nn.Module, loss: Callable[[], Tensor], steps: int = 3, **autoca
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", **{"dtype": torch.bfloat16, "enabled": False, **autocast}):
+        with torch.autocast(device, **{"dtype": torch.bfloat16, "enabled": False, **autocast}):
             value = loss()
         value.backward()
         optimizer.step()

@@ -68,9 +68,7 @@ class ChannelsLast(PerfCallback):
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Convert weights and batches for the length of the run."""
-        watch = _FormatWatch(
-            module, _convolutions(module, volumes=self.volumes), self._say_fallen
-        )
+        watch = _FormatWatch(module, _convolutions(module, volumes=self.volumes), self._say_fallen)
 
         def convert(batch: Any) -> Any:
             watch.next_batch()

@@ -103,6 +103,7 @@ class Collector:
         self.seconds = 0.0
         self._every, self._then = every_n_steps, then
         self._steps, self._next = 0, every_n_steps
+        self._frozen = False
 
     def step(self) -> None:
         """Count a step, and collect if it is time."""
@@ -115,10 +116,13 @@ class Collector:
         began = perf_counter()
         self._next = self._steps + self._every
         self.objects += gc.collect()
-        if self._steps >= self._every and not gc.get_freeze_count():
+        if self._steps >= self._every and not self._frozen:
             # Modules, the model, compiled code: what there is after the first steps stays, and is
-            # not looked at again. Only once, or garbage of later steps would stay too.
-            gc.freeze()
+            # not looked at again. Only once, or garbage of later steps would stay too. Python
+            # counts what is frozen one by one, which takes as long as a collection of it.
+            self._frozen = True
+            if not gc.get_freeze_count():
+                gc.freeze()
         if self._then is not None:
             self._then()
         self.times += 1

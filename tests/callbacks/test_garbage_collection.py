@@ -176,6 +176,23 @@ def test_what_there_is_after_the_first_steps_is_not_looked_at_again() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_is_frozen_is_not_counted_at_each_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python counts it one by one, which takes as long as the collection it is to spare."""
+    counted: list[None] = []
+    count = gc.get_freeze_count
+
+    def get_freeze_count() -> int:
+        counted.append(None)
+        return count()
+
+    with garbage_collection(2) as collector:
+        monkeypatch.setattr(gc, "get_freeze_count", get_freeze_count)
+        for _ in range(20):
+            collector.step()
+        assert collector.times == 10
+        assert len(counted) == 1
+
+
 def test_evaluations_that_come_before_the_nth_batch_do_not_put_it_off() -> None:
     seen = []
 
