@@ -38,8 +38,9 @@ class PixelReader(LightningModule):
 
     def __init__(self, layers: int, width: int):
         super().__init__()
+        # Without dropout: drawing its random numbers again takes a CPU longer than all the rest.
         layer = nn.TransformerEncoderLayer(
-            width, max(1, width // 64), 4 * width, activation="gelu", batch_first=True
+            width, max(1, width // 64), 4 * width, dropout=0, activation="gelu", batch_first=True
         )
         self.brightness, self.position = nn.Embedding(17, width), nn.Embedding(64, width)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -111,6 +112,7 @@ def fit(way: str, args: argparse.Namespace, layers: int, steps: int) -> float:
 
 def train_apart(way: str) -> dict[str, float]:
     """The same in a process of its own."""
+    print(f"Training: {way}", file=sys.stderr)
     command = [sys.executable, *sys.argv, "--only", way]
     # By default, glibc gives little of what is freed back to the system, and in the memory of the
     # process the difference hardly shows. A process reads this once, when it starts.

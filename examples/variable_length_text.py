@@ -120,6 +120,7 @@ def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def in_a_process(variant: str, options: list[str]) -> dict[str, Any]:
     """Train with a variant in a fresh process, whose memory is its own."""
+    print(f"Training: {variant}", file=sys.stderr)
     command = [sys.executable, __file__, *options, "--only", variant]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env={**MALLOC, **os.environ}
@@ -149,15 +150,7 @@ def draw(noted: dict[str, dict[str, Any]], path: str) -> None:
     for variant, each in noted.items():
         steps = range(1, len(each["bytes"]) + 1)
         sizes = [size / 2**20 for size in each["bytes"]]
-        (line,) = axes.step(steps, sizes, where="post")
-        axes.annotate(
-            variant,
-            (steps[-1], sizes[-1]),
-            xytext=(0, 5),
-            textcoords="offset points",
-            horizontalalignment="right",
-            color=line.get_color(),
-        )
+        axes.step(steps, sizes, where="post", label=variant)
     axes.set(
         title="Peak memory so far, with texts of variable length",
         xlabel="step",
@@ -165,7 +158,7 @@ def draw(noted: dict[str, dict[str, Any]], path: str) -> None:
         xlim=(0, None),
         ylim=(0, None),
     )
-    axes.margins(y=0.1)
+    axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 

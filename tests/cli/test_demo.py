@@ -175,7 +175,7 @@ def test_images_too_small_for_the_network_are_refused(
     compare: FakeCompare, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", "--image-size", "9"]) == 2
-    assert "--image-size 9 is too small for ResNet-18: give at least 16" in capsys.readouterr().err
+    assert "--image-size 9 is too small for ResNet-18: give at least 20" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_preset_is_told_so(
@@ -233,7 +233,7 @@ def test_the_network_learns_and_is_validated() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(DigitClassifier(), Digits(image_size=16, batch_size=8))
+    trainer.fit(DigitClassifier(), Digits(image_size=20, batch_size=8))
     assert 0 <= float(trainer.callback_metrics["val_accuracy"]) <= 1
 
 
@@ -246,7 +246,7 @@ def test_without_scikit_learn_the_way_out_is_named(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_the_whole_demo_on_small_images(capsys: pytest.CaptureFixture[str]) -> None:
     # On a busy machine there is no number, which is an answer too.
-    assert main(["demo", "--quick-check", "--image-size", "16"]) in (0, 1)
+    assert main(["demo", "--quick-check", "--image-size", "24"]) in (0, 1)
     report = json.loads(Path("lightning_perf_demo/report.json").read_text())
     assert report["losses_agree"], report["learning_summary"]
     assert "val accuracy" in capsys.readouterr().out
