@@ -101,10 +101,6 @@ class Block:
             self.kept = worth_keeping(profile, self.share)
         self.recording = self.stopwatch is not None
 
-    def keep_nothing(self) -> None:
-        """Give up the choice: cached results serve one backward pass only."""
-        self.share, self.kept = 0.0, frozenset()
-
     def _is_differentiated(self, given: Any) -> bool:
         leaves = tree_leaves(given)
         if any(isinstance(leaf, Proxy) for leaf in leaves):
@@ -194,14 +190,10 @@ class _Recomputation:
         self._block = block
         self._state = state
         self._inner = inner
-        self._times = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._times += 1
         self._block.recomputations += 1
-        if self._times == 2:
-            self._block.keep_nothing()
         with ExitStack() as stack:
             if self._block.stopwatch is not None:
                 stack.enter_context(self._block.stopwatch.measuring())

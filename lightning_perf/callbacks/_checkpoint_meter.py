@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
@@ -30,6 +27,9 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
 }
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+Results = dict[int, tuple[Any, Any]]
+"""Of operations, by their position, the function and what it returned."""
 
 Storages = dict[int, tuple[StorageWeakRef, int]]
 """Storages by address, with their bytes; an address is not used again while it is held here."""
@@ -192,54 +192,88 @@ def worth_keeping(profile: Profile, share: float) -> frozenset[int]:
 
 
 def contexts_keeping(kept: frozenset[int]) -> tuple[Any, Any]:
-    """Return the contexts for `torch.utils.checkpoint` that keep the results at some positions."""
-    # Older versions of PyTorch ask again while recomputing.
-    positions = {False: count(), True: count()}
+    """Return the contexts for `torch.utils.checkpoint` that keep the results at some positions.
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if has_flops(func) and next(positions[context.is_recompute]) in kept:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    make: Any = create_selective_checkpoint_contexts  # torch has no types here
-    keep, give_back = make(policy)
-    return keep, _WithFreeCasts(give_back)
-
-
-class _WithFreeCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Lets a selective recomputation cast more often than the forward pass did.
-
-    Autocast casts a weight once in the forward pass and caches it; each recomputation casts its
-    own. Selective checkpointing counts all operations, and raises when there are more.
-
-    Args:
-        give_back: The context around it that counts.
+    PyTorch's own selective checkpointing counts and stores every operation, which for layers of
+    ordinary size takes longer on a CPU than the recomputation.
     """
+    results: Results = {}
+    return _Keep(kept, results), _GiveBack(results)
+
+
+class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Keeps the results of the operations with FLOPs at some positions, for `_GiveBack`."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, give_back: Any) -> None:
+    def __init__(self, kept: frozenset[int], results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._give_back = give_back
-
-    def __enter__(self) -> Any:
-        """Enter both contexts."""
-        self._give_back.__enter__()
-        return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-
-    def __exit__(self, *exception: Any) -> None:
-        """Leave both contexts."""
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch has no types here
-        self._give_back.__exit__(*exception)
+        self._kept = kept
+        self._results = results
+        self._position = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, a cast of a plain tensor past the context that counts."""
-        if func is _aten._to_copy.default and type(args[0]) in (Tensor, nn.Parameter):
-            with no_dispatch():
-                return func(*args, **(kwargs or {}))
+        """Run an operation and keep its result, if it is one of those."""
+        out = func(*args, **(kwargs or {}))
+        if has_flops(func):
+            if self._position in self._kept:
+                # Without what autograd adds to the result: it would keep the whole block.
+                self._results[self._position] = func, tree_map_only(Tensor, _version_of, out)
+            self._position += 1
+        return out
+
+
+class _GiveBack(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Gives back what `_Keep` kept, once, instead of running the operation again."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._results = results
+        self._position = 0
+
+    def __enter__(self) -> Any:
+        """Begin with the first operation again."""
+        self._position = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return what was kept of an operation, or run it."""
+        if has_flops(func):
+            its, result = self._results.pop(self._position, (None, None))
+            self._position += 1
+            # What was written to meanwhile is not what the operation gave.
+            if its is func and not any(map(_is_changed, tree_leaves(result))):
+                return tree_map_only(_Kept, _tensor_of, result)
         return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tensor: Tensor
+    version: int
+
+
+def _version_of(tensor: Tensor) -> _Kept:
+    # Below autograd, and so with a version counter of its own, unless views are noted all the same.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        detached = tensor.detach()
+    return _Kept(detached, 0 if tensor.is_inference() else detached._version)
+
+
+def _tensor_of(kept: _Kept) -> Tensor:
+    return kept.tensor
+
+
+def _is_changed(leaf: Any) -> bool:
+    if not isinstance(leaf, _Kept) or leaf.tensor.is_inference():
+        return False
+    return leaf.tensor._version != leaf.version
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -122,16 +122,34 @@ def test_gradients_inside_of_the_step(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_second_backward_pass(policy: Any) -> None:
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_second_backward_pass(policy: Any, since: int) -> None:
     plain, recomputed = twins(lambda: Net(KINDS["counters"]))
     x, grads = torch.randn(4, WIDTH), []
     for net in (plain, recomputed):
         with checkpointed(net, policy=policy) if net is recomputed else torch.enable_grad():
-            loss = net(x)
-            loss.backward(retain_graph=True)
-            loss.backward()
+            for step in range(4):
+                loss = net(x)
+                if step >= since:
+                    loss.backward(retain_graph=True)
+                loss.backward()
         grads.append([p.grad for p in net.parameters()])
     assert same(*grads)
+
+
+def test_a_result_that_a_later_step_writes_to_is_not_given_back() -> None:
+    class Changing(Block):
+        steps = 0
+
+        def between(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return x.mul_(2).relu_() if self.steps > 2 else x.mul(2).relu()
+
+    plain, recomputed = twins(lambda: nn.Sequential(Changing(), Changing()))
+    x = torch.randn(4, WIDTH)
+    expected = trained(plain, lambda: plain(x).mean(), steps=5)
+    with checkpointed(recomputed, policy=1.0):
+        assert same(trained(recomputed, lambda: recomputed(x).mean(), steps=5), expected)
 
 
 def test_settings_changed_between_forward_and_backward() -> None:
