@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_perf.callbacks._graph_engine import ENGINES
+from lightning_perf.callbacks._graph.engine import ENGINES
 
 
 class CPUGraph:

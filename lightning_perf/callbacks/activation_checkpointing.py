@@ -13,7 +13,7 @@ from torch import nn
 from lightning_perf import _compat
 from lightning_perf._item import Moment, PerfCallback
 from lightning_perf._knobs import knobs
-from lightning_perf.callbacks._checkpoint_blocks import (
+from lightning_perf.callbacks._checkpoint.blocks import (
     all_recomputing,
     chosen_blocks,
     kept_share,
@@ -21,13 +21,13 @@ from lightning_perf.callbacks._checkpoint_blocks import (
     require_policy,
     required_blocks,
 )
-from lightning_perf.callbacks._checkpoint_comparison import (
+from lightning_perf.callbacks._checkpoint.comparison import (
     CheckpointingCost,
     StepCost,
     checkpointing_cost,
 )
-from lightning_perf.callbacks._checkpoint_forward import Stopwatch, recomputed_blocks
-from lightning_perf.callbacks._checkpoint_report import FirstSteps
+from lightning_perf.callbacks._checkpoint.forward import Stopwatch, recomputed_blocks
+from lightning_perf.callbacks._checkpoint.report import FirstSteps
 from lightning_perf.callbacks.compile import Compile
 
 __all__ = [

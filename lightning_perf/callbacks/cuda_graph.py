@@ -21,10 +21,10 @@ from torch import nn
 
 from lightning_perf import _compat
 from lightning_perf._item import Moment, PerfCallback
-from lightning_perf.callbacks._graph_engine import ENGINES, Scope
-from lightning_perf.callbacks._graph_network import graphed_network
-from lightning_perf.callbacks._graph_step import step_graphs
-from lightning_perf.callbacks._graph_step_checks import step_obstacle
+from lightning_perf.callbacks._graph.engine import ENGINES, Scope
+from lightning_perf.callbacks._graph.network import graphed_network
+from lightning_perf.callbacks._graph.step import step_graphs
+from lightning_perf.callbacks._graph.step_checks import step_obstacle
 
 _SCOPES = ("network", "step")
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)

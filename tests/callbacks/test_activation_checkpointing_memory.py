@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision import models
 from torchvision.models import vision_transformer
 
-from lightning_perf.callbacks._checkpoint_meter import Meter, Operation, Profile, worth_keeping
+from lightning_perf.callbacks._checkpoint.meter import Meter, Operation, Profile, worth_keeping
 from lightning_perf.callbacks.activation_checkpointing import (
     CheckpointingCost,
     StepCost,

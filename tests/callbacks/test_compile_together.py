@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from lightning_perf._item import PerfCallback, statuses
 from lightning_perf.callbacks import ChannelsLast, DropConvBias, KeepInFP32
-from lightning_perf.callbacks._checkpoint_forward import recomputed_blocks
+from lightning_perf.callbacks._checkpoint.forward import recomputed_blocks
 from lightning_perf.callbacks._regions import staged
 from lightning_perf.callbacks.activation_checkpointing import ActivationCheckpointing, checkpointed
 from lightning_perf.callbacks.compile import Compile

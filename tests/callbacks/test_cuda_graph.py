@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_perf import NoEffectWarning
 from lightning_perf._item import statuses
 from lightning_perf.callbacks import CUDAGraph, FusedOptimizer
-from lightning_perf.callbacks._graph_engine import ENGINES
+from lightning_perf.callbacks._graph.engine import ENGINES
 
 both_scopes = pytest.mark.parametrize("scope", ["network", "step"])
 
@@ -230,7 +230,7 @@ def test_a_frozen_python_value_is_found_by_the_comparison(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state of the model is compared before each replay; without that, losses are wrong."""
-    monkeypatch.setattr("lightning_perf.callbacks._graph_state.FrozenState.changed", lambda _: None)
+    monkeypatch.setattr("lightning_perf.callbacks._graph.state.FrozenState.changed", lambda _: None)
     stock, run = twins(Scaled, scope, Raise)
     assert run.record.losses != stock.record.losses
 

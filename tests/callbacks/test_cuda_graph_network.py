@@ -27,7 +27,7 @@ from models import conv_net, mlp
 from torch import Tensor, nn
 
 from lightning_perf.callbacks import ChannelsLast, Compile
-from lightning_perf.callbacks._graph_network_record import NetworkGraph
+from lightning_perf.callbacks._graph.network_record import NetworkGraph
 from lightning_perf.callbacks.cuda_graph import cuda_graphed, trainable_networks
 
 # --- what callers do

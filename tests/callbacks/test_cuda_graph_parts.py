@@ -13,10 +13,10 @@ from cpu_graphs import CPUGraph, _Recorder, cpu_graphs
 from models import Classifier, conv_net
 from torch import Tensor, nn
 
-from lightning_perf.callbacks._graph_engine import StepEngine
-from lightning_perf.callbacks._graph_probe import Watched
-from lightning_perf.callbacks._graph_signature import constants, filled, flatten
-from lightning_perf.callbacks._graph_state import FrozenState
+from lightning_perf.callbacks._graph.engine import StepEngine
+from lightning_perf.callbacks._graph.probe import Watched
+from lightning_perf.callbacks._graph.signature import constants, filled, flatten
+from lightning_perf.callbacks._graph.state import FrozenState
 
 
 class Named(NamedTuple):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_perf import NoEffectWarning
 from lightning_perf.callbacks import ChannelsLast, Compile, CUDAGraph
-from lightning_perf.callbacks import _graph_step as graph_step
+from lightning_perf.callbacks._graph import step as graph_step
 
 # --- what a step may do
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_perf._batches import batches_unseen
 from lightning_perf._item import instance_attribute
-from lightning_perf.callbacks._graph_probe import (
+from lightning_perf.callbacks._graph.probe import (
     IneligibleError,
     LogRecorder,
     Watched,
@@ -23,8 +23,8 @@ from lightning_perf.callbacks._graph_probe import (
     require_capturable,
     trainer_reads,
 )
-from lightning_perf.callbacks._graph_signature import filled, static_copy
-from lightning_perf.callbacks._graph_state import FrozenState
+from lightning_perf.callbacks._graph.signature import filled, static_copy
+from lightning_perf.callbacks._graph.state import FrozenState
 
 # The graph holds the backward and finds gradients allocated: these would not run, or in another
 # order.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_perf._preserve_state import preserve_model
-from lightning_perf.callbacks._checkpoint_blocks import all_recomputing, required_blocks
-from lightning_perf.callbacks._checkpoint_forward import Block, Stopwatch
-from lightning_perf.callbacks._checkpoint_meter import Meter, readable
+from lightning_perf.callbacks._checkpoint.blocks import all_recomputing, required_blocks
+from lightning_perf.callbacks._checkpoint.forward import Block, Stopwatch
+from lightning_perf.callbacks._checkpoint.meter import Meter, readable
 
 
 @dataclass(frozen=True)

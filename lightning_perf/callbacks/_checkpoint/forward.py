@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_perf._item import instance_attribute
-from lightning_perf.callbacks._checkpoint_meter import (
+from lightning_perf.callbacks._checkpoint.meter import (
     Meter,
     Profile,
     alive_bytes,
@@ -26,7 +26,7 @@ from lightning_perf.callbacks._checkpoint_meter import (
     union,
     worth_keeping,
 )
-from lightning_perf.callbacks._checkpoint_state import BlockState
+from lightning_perf.callbacks._checkpoint.state import BlockState
 
 
 class Stopwatch:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_perf import _compat
 from lightning_perf._item import instance_attribute
-from lightning_perf.callbacks._graph_engine import Engine
+from lightning_perf.callbacks._graph.engine import Engine
 
 
 class Ranks:

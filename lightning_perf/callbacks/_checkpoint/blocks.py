@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_perf.callbacks._blocks import has_forward, named_module, repeated_blocks
-from lightning_perf.callbacks._checkpoint_forward import Block, recomputing
+from lightning_perf.callbacks._checkpoint.forward import Block, recomputing
 
 # Half spares well over 40 % of the memory of a transformer, for a tenth of its time and less.
 _SHARES = {"full": 0.0, "selective": 0.5}

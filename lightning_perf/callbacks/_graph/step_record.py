@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_perf import _compat
 from lightning_perf._item import instance_attribute
-from lightning_perf.callbacks._graph_engine import Engine
-from lightning_perf.callbacks._graph_probe import IneligibleError, LogRecorder
-from lightning_perf.callbacks._graph_signature import filled, flatten
-from lightning_perf.callbacks._graph_state import FrozenState
-from lightning_perf.callbacks._graph_step_checks import Rehearsal, without_number
+from lightning_perf.callbacks._graph.engine import Engine
+from lightning_perf.callbacks._graph.probe import IneligibleError, LogRecorder
+from lightning_perf.callbacks._graph.signature import filled, flatten
+from lightning_perf.callbacks._graph.state import FrozenState
+from lightning_perf.callbacks._graph.step_checks import Rehearsal, without_number
 
 
 class StepGraph:

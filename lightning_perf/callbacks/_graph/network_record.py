@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_perf.callbacks._graph_engine import Engine
-from lightning_perf.callbacks._graph_probe import IneligibleError, observed
-from lightning_perf.callbacks._graph_signature import filled, flatten, static_copy
-from lightning_perf.callbacks._graph_state import FrozenState
+from lightning_perf.callbacks._graph.engine import Engine
+from lightning_perf.callbacks._graph.probe import IneligibleError, observed
+from lightning_perf.callbacks._graph.signature import filled, flatten, static_copy
+from lightning_perf.callbacks._graph.state import FrozenState
 
 
 class NetworkGraph:

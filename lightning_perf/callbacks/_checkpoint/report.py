@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_perf._item import instance_attribute
-from lightning_perf.callbacks._checkpoint_forward import Block, Stopwatch
-from lightning_perf.callbacks._checkpoint_meter import Meter, readable, total_bytes, union
+from lightning_perf.callbacks._checkpoint.forward import Block, Stopwatch
+from lightning_perf.callbacks._checkpoint.meter import Meter, readable, total_bytes, union
 
 # After the first step, in which everything is new.
 _TIMED_STEPS = 5

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from lightning_perf._item import instance_attribute
 from lightning_perf._preserve_state import preserve_model
-from lightning_perf.callbacks._graph_engine import Engine
-from lightning_perf.callbacks._graph_network_record import NetworkGraph, device_of
-from lightning_perf.callbacks._graph_probe import (
+from lightning_perf.callbacks._graph.engine import Engine
+from lightning_perf.callbacks._graph.network_record import NetworkGraph, device_of
+from lightning_perf.callbacks._graph.probe import (
     IneligibleError,
     first_cause,
     require_capturable,
 )
-from lightning_perf.callbacks._graph_signature import autocast_key, flatten
-from lightning_perf.callbacks._graph_table import GraphTable
+from lightning_perf.callbacks._graph.signature import autocast_key, flatten
+from lightning_perf.callbacks._graph.table import GraphTable
 
 Report = Callable[[str], None]
 

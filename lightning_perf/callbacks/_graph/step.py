@@ -20,18 +20,18 @@ from lightning_perf import _compat
 from lightning_perf._batches import map_tensors
 from lightning_perf._item import instance_attribute
 from lightning_perf._preserve_state import preserve_model
-from lightning_perf.callbacks._graph_engine import Engine
-from lightning_perf.callbacks._graph_probe import IneligibleError, first_cause
-from lightning_perf.callbacks._graph_ranks import Ranks, ddp_on_stream, ranks_together
-from lightning_perf.callbacks._graph_signature import constants, flatten
-from lightning_perf.callbacks._graph_step_checks import (
+from lightning_perf.callbacks._graph.engine import Engine
+from lightning_perf.callbacks._graph.probe import IneligibleError, first_cause
+from lightning_perf.callbacks._graph.ranks import Ranks, ddp_on_stream, ranks_together
+from lightning_perf.callbacks._graph.signature import constants, flatten
+from lightning_perf.callbacks._graph.step_checks import (
     Rehearsal,
     ddp_obstacle,
     rehearsed,
     without_number,
 )
-from lightning_perf.callbacks._graph_step_record import StepGraph
-from lightning_perf.callbacks._graph_table import GraphTable
+from lightning_perf.callbacks._graph.step_record import StepGraph
+from lightning_perf.callbacks._graph.table import GraphTable
 
 Report = Callable[[str], None]
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""How `ActivationCheckpointing` recomputes blocks, and tells what that costs."""

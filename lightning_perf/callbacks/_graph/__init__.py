@@ -1,0 +1,1 @@
+"""How `CUDAGraph` records and replays: of a whole step, or of networks."""
