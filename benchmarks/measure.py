@@ -39,10 +39,9 @@ def item(item: str, *, name: str | None = None, **arguments: object) -> Variant:
     return Variant(name or item, trainer={"callbacks": [entry]})
 
 
-def idle_items() -> Variant:
-    """Return all items at once, on a model with nothing to do for them."""
+def idle_items(*names: str, variant: str) -> Variant:
+    """Return items on a model with nothing to do for them."""
     arguments: dict[str, dict[str, Any]] = {"KeepInFP32": {"modules": ["Linear"]}}
-    names = [name for name in callbacks.__all__ if name not in ALWAYS_ACTIVE]
     entries = [
         {
             "class_path": f"lightning_perf.callbacks.{name}",
@@ -50,7 +49,7 @@ def idle_items() -> Variant:
         }
         for name in names
     ]
-    return Variant("idle-items", trainer={"callbacks": entries})
+    return Variant(variant, trainer={"callbacks": entries})
 
 
 def hand_written(**options: bool) -> Variant:
@@ -81,7 +80,10 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
         for policy in ("full", "selective", 0.4):
             name = f"checkpointing-{policy}"
             yield task, "none", item("ActivationCheckpointing", name=name, policy=policy)
-    yield "layers", "none", idle_items()
+    idle = [name for name in callbacks.__all__ if name not in ALWAYS_ACTIVE]
+    yield "layers", "none", idle_items(*idle, variant="idle-items")
+    for name in idle:
+        yield "layers", "none", idle_items(name, variant=f"idle-{name}")
     # A window of the benchmark holds whole optimizer steps. With as many batches in one as from one
     # collection to the next, each window holds a collection; shorter ones would not see it.
     window = {"accumulate_grad_batches": 50}
