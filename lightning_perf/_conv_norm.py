@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
-from types import MethodType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -111,7 +110,7 @@ class _Search:
         """Return why a layer or norm cannot be in a pair, wherever its output goes."""
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             return "it has hooks"
-        return None if _has_class_forward(module) else _replaced_by(module)
+        return _replaced(module)
 
     def pair(self, name: str) -> Pair | str:
         """Return the pair of the layer of that name, or the reason why it is in none."""
@@ -217,8 +216,7 @@ class _Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         # Not `forward`, which would run what `Module.compile` made.
-        own = MethodType(type(m).forward, m) if _runs_class_forward(m) else m.forward
-        return super().call_module(m, own, args, kwargs)
+        return super().call_module(m, m.forward, args, kwargs)
 
 
 def _above(name: str) -> Iterator[str]:
@@ -231,8 +229,8 @@ def _above(name: str) -> Iterator[str]:
 def _trace(scope: nn.Module) -> list[fx.Graph] | str | None:
     if type(scope).forward in (nn.Module.forward, LightningModule.forward):
         return None
-    if not _runs_class_forward(scope):
-        return f"{type(scope).__name__}: {_replaced_by(scope)}"
+    if reason := _replaced(scope):
+        return f"{type(scope).__name__}: {reason}"
     if any(is_lazy(tensor) for tensor in chain(scope.parameters(), scope.buffers())):
         return f"{type(scope).__name__} has layers without a shape before their first batch"
     graphs = []
@@ -249,19 +247,12 @@ def _trace(scope: nn.Module) -> list[fx.Graph] | str | None:
     return graphs
 
 
-def _has_class_forward(module: nn.Module) -> bool:
-    # DDP in Lightning leaves the method of the class on the object.
+def _replaced(module: nn.Module) -> str | None:
+    """Return by what, if another `forward` than that of its class was set on a module."""
     forward = vars(module).get("forward")
-    return forward is None or getattr(forward, "__func__", None) is type(module).forward
-
-
-def _runs_class_forward(module: nn.Module) -> bool:
-    """Say whether a module computes as its class does, whatever stands in for its `forward`."""
-    return _has_class_forward(module) or getattr(module.forward, "runs_class_forward", False)
-
-
-def _replaced_by(module: nn.Module) -> str:
-    forward = module.forward
+    # DDP in Lightning leaves the method of the class there.
+    if forward is None or getattr(forward, "__func__", None) is type(module).forward:
+        return None
     return f"its forward was replaced by {getattr(forward, '__qualname__', type(forward).__name__)}"
 
 

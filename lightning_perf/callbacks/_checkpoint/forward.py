@@ -240,8 +240,6 @@ def _forward_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # Bound methods of one function, so that torch.compile shares its code among blocks; by their name
 # they are pickled as the module's own, so that a pickle needs nothing from here.
 _forward.__name__ = _forward_eager.__name__ = "forward"
-for _each in (_forward, _forward_eager):
-    vars(_each)["runs_class_forward"] = True
 _forward_uncompiled = torch.compiler.disable(_forward_eager)  # type: ignore[no-untyped-call]  # no types in torch
 
 

@@ -59,11 +59,6 @@ class _GraphedForward:
         self.table: GraphTable[NetworkGraph] = GraphTable()
         functools.update_wrapper(self, self._original, updated=())
 
-    @property
-    def runs_class_forward(self) -> bool:
-        """Whether it computes as the network's class does, so that others may trace that."""
-        return getattr(self._original, "__func__", None) is type(self._network).forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self._network.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not trains:
