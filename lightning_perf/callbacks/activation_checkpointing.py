@@ -56,7 +56,7 @@ class ActivationCheckpointing(PerfCallback):
             a Sequential. A list holds names of modules, or of classes for all modules of them.
         policy: ``"full"`` keeps only the inputs of a block. A number from 0 to 1 is the share of
             its activations that a block may keep: its inputs, and the results of matrix products,
-            convolutions and attention that took most FLOPs per byte. ``"selective"`` is 0.5. Where
+            convolutions and attention that took most FLOPs per byte. ``"selective"`` is 0.6. Where
             `Compile` acts, the share is torch.compile's own memory budget for all that it compiles,
             and ``blocks`` and ``every_n`` do not matter.
         every_n: Recompute only the first of each n blocks.

@@ -286,8 +286,8 @@ def test_a_class_is_proposed() -> None:
         blocks_of(models.mobilenet_v2())
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-def test_a_network_of_convolutions_spares_memory(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "least"), [("full", 0.25), ("selective", 0.15)])
+def test_a_network_of_convolutions_spares_memory(policy: str, least: float) -> None:
     cost = cost_of(models.resnet18(), torch.randn(2, 3, 64, 64), policy=policy)
-    assert cost.spared > 0.25
+    assert cost.spared > least
     assert cost.extra_flops < 1 / 3

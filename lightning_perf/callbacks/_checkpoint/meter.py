@@ -42,12 +42,19 @@ class Operation:
     Args:
         flops: Floating-point operations it takes.
         nbytes: Size of its results.
+        slow: Whether it takes about twice the time of a matrix product of so many.
         changed: Whether something is written into its results later.
     """
 
     flops: int
     nbytes: int
+    slow: bool = False
     changed: bool = False
+
+    @property
+    def price(self) -> float:
+        """What it takes to compute a byte of it again."""
+        return (2 if self.slow else 1) * self.flops / max(1, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         operation = None
         if has_flops(func):
             nbytes = sum(nbytes for _, nbytes in made.values())
-            operation = Operation(_flops(func, args, kwargs, out), nbytes)
+            operation = Operation(_flops(func, args, kwargs, out), nbytes, slow=_is_attention(func))
             self.operations.append(operation)
         self._made |= dict.fromkeys(made, operation)
         return out
@@ -166,6 +173,10 @@ def has_flops(func: Any) -> bool:
     return getattr(func, "_overloadpacket", func) in _FORMULAS
 
 
+def _is_attention(func: Any) -> bool:
+    return "attention" in str(func)
+
+
 def worth_keeping(profile: Profile, share: float) -> frozenset[int]:
     """Choose the operations whose results a block keeps, by their position.
 
@@ -180,7 +191,7 @@ def worth_keeping(profile: Profile, share: float) -> frozenset[int]:
     room = share * before - total_bytes(profile.inputs)
     by_price = sorted(
         enumerate(profile.operations),
-        key=lambda item: (item[1].flops / max(1, item[1].nbytes), item[1].flops),
+        key=lambda item: (item[1].price, item[1].flops),
         reverse=True,
     )
     for position, operation in by_price:
