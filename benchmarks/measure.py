@@ -33,10 +33,10 @@ ALWAYS_ACTIVE = ("GarbageCollection", "Preallocate")
 MARK = "<!-- rows below are written by benchmarks/measure.py -->"
 
 
-def item(item: str, *, name: str | None = None, **arguments: object) -> Variant:
-    path = f"lightning_perf.callbacks.{item}"
+def item(class_name: str, *, name: str | None = None, **arguments: object) -> Variant:
+    path = f"lightning_perf.callbacks.{class_name}"
     entry = {"class_path": path, "init_args": {**arguments, "strict": False}}
-    return Variant(name or item, trainer={"callbacks": [entry]})
+    return Variant(name or class_name, trainer={"callbacks": [entry]})
 
 
 def idle_items(*names: str, variant: str) -> Variant:

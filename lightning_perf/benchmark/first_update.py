@@ -160,7 +160,7 @@ def _compare(name: str, a: Any, b: Any, perturbed: Sequence[Any]) -> _Comparison
         # A gradient that is zero in exact arithmetic may be rounding noise in B. A parameter that
         # only B trains is found by its name.
         wrong = kind == "buffer" and b.any()
-        return _Comparison(kind, label, like, 0.0, length=0.0, cosine=1.0) if wrong else None
+        return _Comparison(kind, label, like, 0.0, length=math.inf, cosine=1.0) if wrong else None
     size = float(np.sqrt(np.mean(a * a)))
     others = [_flat(other) for other in perturbed]
     lengths = [_length(a, other) for other in others]
@@ -171,11 +171,12 @@ def _compare(name: str, a: Any, b: Any, perturbed: Sequence[Any]) -> _Comparison
 
 
 def _not_nothing(comparisons: Sequence[_Comparison]) -> list[_Comparison]:
-    """Leave out tensors that are zero but for rounding."""
+    """Leave out tensors that are zero but for rounding; buffers that are just zero stay."""
     sizes: dict[Any, list[float]] = {}
     for c in comparisons:
-        sizes.setdefault(c.like, []).append(c.size)
-    return [c for c in comparisons if c.size >= _ZERO * _median(sizes[c.like])]
+        if c.size:
+            sizes.setdefault(c.like, []).append(c.size)
+    return [c for c in comparisons if not c.size or c.size >= _ZERO * _median(sizes[c.like])]
 
 
 def _judge(comparisons: Sequence[_Comparison]) -> list[str]:

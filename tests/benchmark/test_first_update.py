@@ -122,3 +122,12 @@ def test_statistics_that_move_by_another_amount_are_found(tmp_path: Path) -> Non
     b["buffer/2.running_mean"] = 2 * b["buffer/2.running_mean"]
     (finding,) = found(tmp_path, b, 0.05)
     assert finding == "other change of a buffer: 2.running_mean (2 times)"
+
+
+def test_statistics_that_only_b_moves_are_found_beside_others_that_both_move(
+    tmp_path: Path,
+) -> None:
+    a, b = drawn(0), turned(drawn(0), 0.05, 1)
+    a["buffer/2.running_mean"] *= 0
+    (finding,) = found(tmp_path, b, 0.05, a)
+    assert finding == "other change of a buffer: 2.running_mean (inf times)"

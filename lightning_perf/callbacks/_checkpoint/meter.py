@@ -42,7 +42,7 @@ class Operation:
     Args:
         flops: Floating-point operations it takes.
         nbytes: Size of its results.
-        slow: Whether it takes about twice the time of a matrix product of so many.
+        slow: Whether it takes longer than a matrix product of so many, as attention does.
         changed: Whether something is written into its results later.
     """
 
@@ -205,8 +205,8 @@ def worth_keeping(profile: Profile, share: float) -> frozenset[int]:
 def contexts_keeping(kept: frozenset[int]) -> tuple[Any, Any]:
     """Return the contexts for `torch.utils.checkpoint` that keep the results at some positions.
 
-    PyTorch's own selective checkpointing counts and stores every operation, which for layers of
-    ordinary size takes longer on a CPU than the recomputation.
+    PyTorch's own selective checkpointing counts and stores every operation, in Python; here only
+    those that are kept take more than a look.
     """
     results: Results = {}
     return _Keep(kept, results), _GiveBack(results)
