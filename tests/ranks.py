@@ -33,7 +33,9 @@ def run_ranks(
     """
     path, output, tests = folder / "script.py", folder / "output.txt", Path(__file__).parent
     path.write_text(script)
-    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    # Unbuffered, the words of one rank's `print` come between those of another's.
+    unwanted = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+    variables = {name: value for name, value in os.environ.items() if name not in unwanted}
     variables |= {
         "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'callbacks'}",
         "GLOO_SOCKET_IFNAME": "lo",
