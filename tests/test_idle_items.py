@@ -1,10 +1,13 @@
-"""An item with nothing to do adds no call of a Python function to a step."""
+"""An item with nothing to do adds no call of a Python function to a step, and no import."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -89,3 +92,31 @@ def test_a_call_that_an_item_adds_is_seen() -> None:
     row.run(Classifier(), row.item(), counter, max_epochs=2)
     without = calls(row, [])
     assert all(a > b for a, b in zip(counter.counts, without, strict=True))
+
+
+_IMPORTS = """
+import sys
+from test_idle_items import IDLE, calls
+for row in IDLE:
+    calls(row, [])
+    before = set(sys.modules)
+    calls(row, [row.item(strict=False)])
+    for name in sorted(set(sys.modules) - before):
+        print("imported by", row.id, name)
+print("looked at", len(IDLE))
+"""
+
+
+@pytest.mark.slow
+def test_an_idle_item_imports_nothing() -> None:
+    """What TorchInductor needs slows the steps of a plain training by some percent."""
+    output = subprocess.run(
+        [sys.executable, "-c", _IMPORTS],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    ).stdout
+    assert f"looked at {len(IDLE)}" in output
+    assert "imported by" not in output

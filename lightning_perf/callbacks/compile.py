@@ -32,6 +32,7 @@ from lightning_perf.callbacks._regions import (
 )
 from lightning_perf.callbacks._toolchain import what_inductor_lacks
 
+_COMMON_BACKENDS = ("inductor", "eager", "aot_eager")
 # Modes that record a CUDA graph for each shape, with the mode that does the rest of it.
 _CAPTURING = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 # `torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`, absent in builds without distributed.
@@ -176,8 +177,10 @@ class Compile(PerfCallback):
         }
 
     def _check_names(self) -> None:
-        backends = torch._dynamo.list_backends(exclude_tags=())
-        _require_known("backend", self.backend, backends)
+        # The list imports every backend with all it needs, which slows what runs after it.
+        if self.backend not in _COMMON_BACKENDS:
+            backends = torch._dynamo.list_backends(exclude_tags=())
+            _require_known("backend", self.backend, backends)
         if self.mode is not None and self.backend == "inductor":
             _require_known("mode", self.mode, list(torch._inductor.list_mode_options()))
 
