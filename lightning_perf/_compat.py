@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerState
@@ -163,8 +172,11 @@ def training_step(trainer: Trainer, kwargs: Mapping[str, Any]) -> Any:
 
 
 def ddp_comm_hook(strategy: DDPStrategy) -> Any:
-    """Return DDP's communication hook, kept in ``_ddp_comm_hook`` (2.5.0 - 2.6.6)."""
-    return strategy._ddp_comm_hook
+    """Return DDP's communication hook, kept in ``_ddp_comm_hook`` (2.5.0 - 2.6.6).
+
+    `PerfDDPStrategy` keeps it, or its name, under the name of the argument.
+    """
+    return getattr(strategy, "ddp_comm_hook", strategy._ddp_comm_hook)
 
 
 def builds_plain_ddp(strategy: Any) -> bool:
@@ -184,6 +196,32 @@ def build_ddp(strategy: DDPStrategy, module: nn.Module) -> DistributedDataParall
     """
     devices = strategy.determine_ddp_device_ids()
     return DistributedDataParallel(module, device_ids=devices, **strategy._ddp_kwargs)
+
+
+def process_launcher(strategy: ParallelStrategy, start_method: str) -> Any:
+    """Return what starts the processes of a strategy, as `DDPStrategy` does.
+
+    The launchers are private classes, although each strategy must choose one (2.5.0 - 2.6.6).
+    """
+    if start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+    environment = strategy.cluster_environment
+    devices, nodes = len(strategy.parallel_devices or []), getattr(strategy, "num_nodes", 1)
+    return _SubprocessScriptLauncher(environment, devices, nodes)  # type: ignore[arg-type]
+
+
+def join_process_group(
+    strategy: ParallelStrategy, backend: str | None, timeout: timedelta
+) -> None:
+    """Let a process join the others, as `DDPStrategy` does.
+
+    The function that takes address and port from the cluster environment, and leaves NCCL at exit,
+    is private, as is the one that chooses the backend (2.5.0 - 2.6.6).
+    """
+    device, environment = strategy.root_device, strategy.cluster_environment
+    chosen = backend or _get_default_process_group_backend_for_device(device)
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(environment, chosen, timeout=timeout, device_id=device_id)  # type: ignore[arg-type]
 
 
 def _data_loops(trainer: Trainer) -> tuple[Any, ...]:

@@ -1,0 +1,12 @@
+"""Strategies for several processes. Importing this registers the name ``"perf_ddp"``."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_perf.strategies.perf_ddp import PerfDDPStrategy
+
+__all__ = ["PerfDDPStrategy"]
+
+if "perf_ddp" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "perf_ddp", PerfDDPStrategy, description="Distributed data parallel of lightning_perf"
+    )

@@ -1,0 +1,125 @@
+"""Ranks whose loaders have different numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+Uneven = Literal["error", "join"]
+
+_WAY_OUT = (
+    "Give all ranks as many, or pass uneven='join' to end each epoch with the rank that has fewest."
+)
+
+
+def even(loader: Any, uneven: Uneven, limit: float) -> Any:
+    """Return a loader that has as many batches on every rank; every rank must call it.
+
+    Args:
+        loader: This rank's loader, with or without a length.
+        uneven: What to do where ranks differ: raise, or end with the first one that ends.
+        limit: Number of batches, or share of them as a float, after which an epoch ends anyway.
+
+    Raises:
+        RuntimeError: The lengths differ and ``uneven`` is ``"error"``.
+    """
+    try:
+        mine: int | None = len(loader)
+    except (TypeError, NotImplementedError):
+        mine = None
+    lengths: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(lengths, mine)
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
+        return _AgreeingLoader(loader, uneven)
+    used = [min(n, limit) if isinstance(limit, int) else int(n * limit) for n in known]
+    if min(used) == max(used):
+        return loader
+    counts = ", ".join(f"rank {rank} has {n}" for rank, n in enumerate(known))
+    if uneven == "error":
+        raise RuntimeError(
+            f"The ranks have different numbers of training batches: {counts}. All would wait for "
+            f"the first one that ends. {_WAY_OUT}"
+        )
+    rank_zero_warn(
+        f"The ranks have different numbers of training batches: {counts}. Each epoch ends after "
+        f"{min(known)}, and the others are left out."
+    )
+    return _ShorterLoader(loader, min(known))
+
+
+class _Loader:
+    """Stands for a loader, and has all its attributes."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # a copy or a pickle that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _ShorterLoader(_Loader):
+    """The first batches of a loader."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not `islice`, which asks for one batch more than it gives.
+        for _, batch in zip(range(self._length), self._loader, strict=False):
+            yield batch
+
+
+class _AgreeingLoader(_Loader):
+    """A loader without a length, that ends on all ranks with the first one that ends.
+
+    Before each batch the ranks tell each other whether they have one: a collective of a byte for
+    each rank, on the host.
+    """
+
+    def __init__(self, loader: Any, uneven: Uneven) -> None:
+        super().__init__(loader)
+        self._uneven = uneven
+        # So that no GPU is waited for.
+        self._group = dist.group.WORLD if dist.get_backend() == "gloo" else _new_gloo_group()
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self._loader)
+        count = 0
+        while True:
+            try:
+                batch = next(iterator)
+                mine = torch.ones(1, dtype=torch.uint8)
+            except StopIteration:
+                batch = None
+                mine = torch.zeros(1, dtype=torch.uint8)
+            flags = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(flags, mine, group=self._group)
+            ended = [rank for rank, flag in enumerate(flags) if not flag]
+            if ended:
+                break
+            yield batch
+            count += 1
+        if len(ended) == len(flags):
+            return
+        ranks = ", ".join(map(str, ended))
+        found = (
+            f"After {count} batches there is no other one on rank {ranks}, but there is on others."
+        )
+        if self._uneven == "error":
+            raise RuntimeError(f"{found} {_WAY_OUT}")
+        rank_zero_warn(f"{found} The epoch ends, and what is left is left out.")
+
+
+def _new_gloo_group() -> Any:
+    return dist.new_group(backend="gloo")

@@ -1,0 +1,60 @@
+"""Gradients that travel in half precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_perf.strategies.comm_hooks.base import CommHook
+
+if TYPE_CHECKING:
+    # `torch.distributed` exports it only where it is built.
+    from torch._C._distributed_c10d import GradBucket
+
+
+class CastHook(CommHook):
+    """Averages gradients in half precision: half the bytes of float32.
+
+    The gradient is divided by the number of ranks before it is cast, so that a sum that fits in
+    float16 as a mean does not overflow.
+
+    Args:
+        start_iter: Number of backward passes whose gradients are averaged plainly before.
+
+    Example:
+        >>> from lightning_perf.strategies.comm_hooks import BF16Hook
+        >>> BF16Hook(start_iter=100).name
+        'bf16'
+    """
+
+    dtype: ClassVar[torch.dtype]
+
+    def compressed(self, bucket: GradBucket) -> Future[Tensor]:
+        """Average one bucket in half precision."""
+        buffer = bucket.buffer()
+        work = self.all_reduce((buffer / self.ranks).to(self.dtype))
+        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+
+
+class FP16Hook(CastHook):
+    """Averages gradients in float16: three decimal digits, and nothing above 65504 or below 6e-8.
+
+    What is larger becomes infinite: a gradient scaler skips such a step, without one it spoils the
+    weights. What is smaller is lost. See `CastHook`.
+    """
+
+    name = "fp16"
+    dtype = torch.float16
+
+
+class BF16Hook(CastHook):
+    """Averages gradients in bfloat16: the range of float32, two to three decimal digits.
+
+    See `CastHook`.
+    """
+
+    name = "bf16"
+    dtype = torch.bfloat16

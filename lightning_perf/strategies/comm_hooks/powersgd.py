@@ -1,0 +1,144 @@
+"""Gradients that travel as products of two thin matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from lightning_perf.strategies.comm_hooks.base import ErrorFeedback, Matrix, packed, unpacked
+
+# A matrix is compressed only if that saves at least half of its bytes.
+_MIN_COMPRESSION = 2
+
+
+class PowerSGDHook(ErrorFeedback):
+    """Averages each gradient matrix M as a product ``P Q^T`` of low rank, with error feedback.
+
+    One step of subspace iteration from the Q of the step before: ``P = M Q`` is summed over the
+    ranks and orthogonalized, ``Q = M^T P`` is averaged. What the product lacks is added to the next
+    gradient. Matrices that would not shrink by half, and vectors, are averaged as they are.
+
+    It keeps a copy of all compressed gradients, and changes what is learned: more so with Adam,
+    whose second moments see the approximation, and early in training.
+
+    Args:
+        matrix_approximation_rank: Columns of P and Q: more is closer to the gradient, and longer
+            on the way.
+        start_iter: Number of backward passes whose gradients are averaged plainly before.
+
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", 2019.
+
+    Example:
+        >>> from lightning_perf.strategies.comm_hooks import PowerSGDHook
+        >>> PowerSGDHook(matrix_approximation_rank=2, start_iter=10).name
+        'powersgd'
+    """
+
+    name = "powersgd"
+
+    def __init__(self, matrix_approximation_rank: int = 1, *, start_iter: int = 1000) -> None:
+        super().__init__(start_iter=start_iter)
+        if matrix_approximation_rank < 1:
+            raise ValueError(
+                f"matrix_approximation_rank={matrix_approximation_rank} was asked for; it is 1 or "
+                "more."
+            )
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self._before: _OnTheWay | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the rank."""
+        return {**super().settings(), "matrix_approximation_rank": self.matrix_approximation_rank}
+
+    def shrinks(self, rows: int, columns: int) -> bool:
+        """Return whether both factors together have at most half the numbers of the matrix."""
+        factors = (rows + columns) * self.matrix_approximation_rank
+        return factors * _MIN_COMPRESSION <= rows * columns
+
+    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Future[Tensor]:
+        """Send the first factors of this bucket, then the second ones of the bucket before."""
+        this = _OnTheWay(self, buffer, matrices, rest)
+        self.end()
+        self._before = this
+        return this.done
+
+    def end(self) -> None:
+        """Send the second factors of the latest bucket.
+
+        While they wait for the first ones, those of the bucket after travel too. To wait for one
+        bucket exactly, and not for what has arrived, keeps the order the same on all ranks.
+        """
+        if self._before is not None:
+            self._before.send_second()
+            self._before = None
+
+    def second_factor(self, matrix: Matrix) -> Tensor:
+        """Return an orthogonal Q to start from: of the step before, or random, alike on ranks."""
+        random = self._random(matrix)
+        factor = self.kept("factor", matrix.name, random)
+        return _orthogonal(random if factor is None else factor)
+
+    def keep_factor(self, matrix: Matrix, factor: Tensor, trusted: Tensor) -> None:
+        """Keep the new Q to start from, or, where it is not trusted, a random one again."""
+        self.keep("factor", matrix.name, torch.where(trusted, factor, self._random(matrix)))
+
+    def _random(self, matrix: Matrix) -> Tensor:
+        """Return numbers that depend on the name only, and so are the same on all ranks."""
+        shape = matrix.values.shape[1], self.matrix_approximation_rank
+        generator = torch.Generator().manual_seed(crc32(matrix.name.encode()))
+        return torch.randn(shape, generator=generator).to(matrix.values)
+
+
+class _OnTheWay:
+    """One bucket: the first factors travel from the start, the second ones are computed of them."""
+
+    def __init__(
+        self, hook: PowerSGDHook, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]
+    ) -> None:
+        self.hook, self.buffer, self.matrices, self.rest = hook, buffer, matrices, rest
+        self.done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        firsts = [matrix.values @ hook.second_factor(matrix) for matrix in matrices]
+        self.first_sum = packed(firsts, buffer)
+        self.firsts = unpacked(self.first_sum, firsts)
+        self.rest_sum = packed(rest, buffer).div_(hook.ranks)
+        self.first_work = hook.all_reduce(self.first_sum)
+        self.works = [hook.all_reduce(self.rest_sum)] if rest else []
+
+    def send_second(self) -> None:
+        self.first_work.wait()
+        self.firsts = [_orthogonal(first) for first in self.firsts]
+        pairs = zip(self.matrices, self.firsts, strict=True)
+        seconds = [matrix.values.T @ first for matrix, first in pairs]
+        self.second_sum = packed(seconds, self.buffer).div_(self.hook.ranks)
+        self.seconds = unpacked(self.second_sum, seconds)
+        self.works.append(self.hook.all_reduce(self.second_sum))
+        collect_all([work.get_future() for work in self.works]).then(self._finish)
+
+    def _finish(self, works: Future[list[Future[list[Tensor]]]]) -> None:
+        try:
+            for work in works.value():
+                work.value()  # raises what the collective raised
+            for matrix, first, second in zip(self.matrices, self.firsts, self.seconds, strict=True):
+                product = first @ second.T
+                trusted = product.isfinite().all()
+                self.hook.keep_error(matrix, product, trusted)
+                self.hook.keep_factor(matrix, second, trusted)
+                matrix.values.copy_(product)
+            for gradient, mean in zip(self.rest, unpacked(self.rest_sum, self.rest), strict=True):
+                gradient.copy_(mean)
+        except BaseException as error:
+            # Whoever waits for the bucket would wait for ever.
+            self.done.set_exception(error)  # type: ignore[arg-type]  # wrongly declared in torch
+        else:
+            self.done.set_result(self.buffer)
+
+
+def _orthogonal(factor: Tensor) -> Tensor:
+    """Return orthonormal columns that span the same space; more of them if it has too few."""
+    orthogonal: Tensor = torch.linalg.qr(factor).Q
+    return orthogonal

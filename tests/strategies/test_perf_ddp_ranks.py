@@ -1,0 +1,225 @@
+"""`PerfDDPStrategy` on two ranks with gloo: what travels, and that all ranks learn the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import TORCHRUN, run_ranks
+
+pytestmark = pytest.mark.slow
+
+START = """
+import copy, sys, warnings
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from models import Classifier, images, mlp, conv_net, trainer
+from torch import nn
+from strategies.traffic import Wire
+from lightning_perf.strategies import PerfDDPStrategy
+from lightning_perf.strategies.comm_hooks import Traffic
+
+class Record(Callback):
+    '''What each optimizer step sent, and whether the ranks' parameters are bit-identical.'''
+    def on_train_start(self, trainer, module):
+        self.wire, self.steps, self.equal = Wire(), [], []
+        self.wire.__enter__()
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step > len(self.steps):
+            wire = self.wire
+            self.steps.append({name: (wire.calls[name], wire.bytes[name]) for name in wire.calls})
+            mine = torch.cat([p.detach().flatten() for p in module.parameters()])
+            both = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(both, mine)
+            self.equal.append(torch.equal(*both))
+            wire.clear()
+    def on_train_end(self, trainer, module):
+        self.wire.__exit__(None, None, None)
+
+def fit(module, hook=None, samples=80, seed=0, ckpt_path=None, callbacks=(), strategy=None, **kwargs):
+    torch.manual_seed(seed)
+    record = Record()
+    strategy = strategy or PerfDDPStrategy(hook, bucket_cap_mb=0.002, start_powerSGD_iter=0 if hook else None)
+    t = trainer(**{"devices": 2, "strategy": strategy, "callbacks": [record, *callbacks], **kwargs})
+    t.fit(module, images(samples=samples), ckpt_path=ckpt_path)
+    t.record = record
+    assert all(record.equal)
+    return t
+"""
+
+
+def ran(script: str, folder: Path) -> None:
+    """Both ranks reach the end of a script."""
+    script += "\nprint(f'held on rank {dist.get_rank()}', flush=True)\n"
+    tests = str(Path(__file__).parents[1])
+    output = run_ranks(START + script, folder, launcher=TORCHRUN, environ={"OMP_NUM_THREADS": "1"})
+    assert "held on rank 0" in output, tests
+    assert "held on rank 1" in output
+
+
+def test_the_bytes_on_the_wire_are_those_that_are_said(tmp_path: Path) -> None:
+    ran(
+        """
+size = 4 * sum(p.numel() for p in mlp().parameters())
+for hook in (None, "fp16", "bf16", "powersgd", "onebit"):
+    t = fit(Classifier(mlp()), hook)
+    said, steps = t.strategy.gradient_traffic, t.record.steps
+    names = {"allreduce", "allgather"}
+    calls = sum(sent[n][0] for sent in steps for n in names & sent.keys())
+    sent_bytes = sum(sent[n][1] for sent in steps for n in names & sent.keys())
+    assert said == Traffic(len(steps), calls, sent_bytes), (hook, said, calls, sent_bytes)
+    share = sent_bytes / len(steps) / size
+    low, high = {None: (1, 1), "fp16": (.5, .5), "bf16": (.5, .5)}.get(hook, (0, 0.2))
+    assert low <= share <= high, (hook, share)
+
+# Besides gradients, only the flag of SIGTERM that Lightning sends in each step since 2.5.2, and the
+# buffers. In the second step DDP tells the ranks its new order of buckets.
+torch.manual_seed(1)
+for module in (mlp(), conv_net()):
+    for broadcast in (True, False):
+        strategy = PerfDDPStrategy(broadcast_buffers=broadcast)
+        t = fit(Classifier(copy.deepcopy(module)), strategy=strategy)
+        buffers = [b for b in module.buffers() if broadcast]
+        flag = int(hasattr(t.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"))
+        sizes = [b.numel() * b.element_size() for b in buffers]
+        types = len({b.dtype for b in buffers})
+        size = 4 * sum(p.numel() for p in module.parameters())
+        for sent in t.record.steps[2:]:
+            calls, bytes_ = sent.pop("broadcast", (0, 0))
+            assert sent == {"allreduce": (1, size)}, sent
+            assert calls == flag + types, (calls, types)
+            assert bytes_ - sum(sizes) == 8 * flag, (bytes_, sizes)
+""",
+        tmp_path,
+    )
+
+
+def test_hooks_learn_what_plain_ddp_learns(tmp_path: Path) -> None:
+    """Many small buckets, a validation, accumulation, the search for unused parameters."""
+    ran(
+        """
+for kwargs, options in (
+    ({}, {}),
+    ({"accumulate_grad_batches": 3}, {"find_unused_parameters": True}),
+    ({"precision": "bf16-mixed"}, {"gradient_as_bucket_view": True}),
+):
+        final = {}
+        for hook in (None, "fp16", "bf16", "powersgd", "onebit"):
+            strategy = PerfDDPStrategy(
+                hook, matrix_approximation_rank=2 if hook == "powersgd" else 1,
+                start_powerSGD_iter=1 if hook else None, bucket_cap_mb=0.002, **options,
+            )
+            torch.manual_seed(1)
+            module = Classifier(conv_net())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                fit(module, samples=80, strategy=strategy, max_epochs=4, **kwargs)
+            final[hook] = sum(module.losses[-10:]) / 10
+        assert final[None] < 1.4, final
+        for hook, loss in final.items():
+            assert abs(loss - final[None]) < (0.02 if hook in ("fp16", "bf16") else 0.15), final
+""",
+        tmp_path,
+    )
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Ten steps, and ten more after resuming, are twenty steps."""
+    ran(
+        """
+for hook in ("powersgd", "onebit", "fp16"):
+    torch.manual_seed(1)
+    straight = Classifier(mlp())
+    first = copy.deepcopy(straight)
+    options = {"max_epochs": 2, "enable_checkpointing": False}
+    fit(straight, hook, **options)
+    t = fit(first, hook, **{**options, "max_epochs": 1})
+    path = f"{hook}.ckpt"
+    t.save_checkpoint(path)
+    error = t.strategy.comm_hook.state_dict().get("kept", {}).get("error", {})
+    if hook != "fp16":
+        mine = torch.cat([e.flatten() for e in error.values()])
+        both = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(both, mine)
+        assert not torch.equal(*both), "each rank has an error of its own"
+    second = Classifier(mlp())
+    fit(second, hook, ckpt_path=path, **options)
+    for (name, a), b in zip(straight.named_parameters(), second.parameters()):
+        assert torch.equal(a, b), (hook, name, (a - b).abs().max())
+    # Without the state it is another run, and that is said.
+    if hook != "fp16":
+        third = Classifier(mlp())
+        fit(third, strategy=PerfDDPStrategy(hook, start_powerSGD_iter=0, save_hook_state=False),
+            ckpt_path=path, **options)
+        assert not all(torch.equal(a, b) for a, b in zip(straight.parameters(), third.parameters()))
+    # A run without a hook, and a validation, read the checkpoint too.
+    fit(Classifier(mlp()), ckpt_path=path, **options)
+    t.validate(first, images(), ckpt_path=path, verbose=False)
+try:
+    fit(Classifier(mlp()), "onebit", ckpt_path="powersgd.ckpt", max_epochs=2)
+except RuntimeError as error:
+    assert "'name': 'onebit'" in str(error) and "'name': 'powersgd'" in str(error), error
+    assert "save_hook_state=False" in str(error)
+else:
+    raise AssertionError
+plain = fit(Classifier(mlp()), max_epochs=1)
+plain.save_checkpoint("plain.ckpt")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fit(Classifier(mlp()), "powersgd", ckpt_path="plain.ckpt", max_epochs=2)
+said = [w for w in caught if "holds no state of the communication hook 'powersgd'" in str(w.message)]
+assert len(said) == (dist.get_rank() == 0)
+""",
+        tmp_path,
+    )
+
+
+def test_no_sync_averages_once_a_window(tmp_path: Path) -> None:
+    ran(
+        """
+from lightning_perf.callbacks import ExactAccumulation
+
+class Manual(Classifier):
+    automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        last = (batch_idx + 1) % 4 == 0 or self.trainer.is_last_batch
+        with self.trainer.strategy.accumulate(sync=last):
+            self.manual_backward(loss / 4)
+        if last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+size = 4 * sum(p.numel() for p in mlp().parameters())
+torch.manual_seed(1)
+net = mlp()
+results = {}
+for name, module, kwargs in (
+    ("automatic", Classifier(copy.deepcopy(net)), {"accumulate_grad_batches": 4}),
+    ("manual", Manual(copy.deepcopy(net)), {}),
+    ("exact", Classifier(copy.deepcopy(net)),
+     {"accumulate_grad_batches": 4, "callbacks": [ExactAccumulation()]}),
+):
+    t = fit(module, samples=80, **kwargs)  # ten batches on each rank: windows of 4, 4 and 2
+    assert len(t.record.steps) == 3, name
+    for sent in t.record.steps:
+        # Exact accumulation adds the weight of a window that is not full, a 64-bit number.
+        assert sent["allreduce"][1] - size in ((0,) if name != "exact" else (0, 8)), (name, sent)
+    assert t.strategy.gradient_traffic.steps == 3
+    results[name] = torch.cat([p.detach().flatten() for p in module.parameters()])
+assert torch.equal(results["automatic"], results["manual"])
+assert not torch.equal(results["automatic"], results["exact"])
+every = fit(Classifier(copy.deepcopy(net)), samples=80)
+assert sum(sent["allreduce"][1] for sent in every.record.steps) == 10 * size
+try:
+    fit(Manual(mlp()), strategy=PerfDDPStrategy(static_graph=True))
+except RuntimeError as error:
+    assert "accumulate(sync=False) was called with static_graph=True" in str(error)
+else:
+    raise AssertionError
+""",
+        tmp_path,
+    )
