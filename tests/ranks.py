@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-_MARK = "LIGHTNING_PERF_TEST_RANKS"
+MARK = "LIGHTNING_PERF_TEST_RANKS"
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -40,7 +40,7 @@ def run_ranks(
         "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'callbacks'}",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
-        _MARK: str(folder),
+        MARK: str(folder),
         **(environ or {}),
     }
     with output.open("w") as file:
@@ -55,7 +55,7 @@ def run_ranks(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _kill_marked(str(folder))
+            end_marked(str(folder))
             process.wait()
     text = output.read_text()
     assert (code != 0) == fails, text
@@ -63,9 +63,19 @@ def run_ranks(
     return text
 
 
-def _kill_marked(mark: str) -> None:
-    """End what the script started: hung ranks outlive parents, and torchrun's leave the session."""
+def marked(mark: str) -> list[psutil.Process]:
+    """Return what a script started: hung ranks outlive parents, torchrun's leave the session."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(_MARK) == mark:
-                process.kill()
+            zombie = process.status() == psutil.STATUS_ZOMBIE
+            if process.environ().get(MARK) == mark and not zombie:
+                found.append(process)
+    return found
+
+
+def end_marked(mark: str) -> None:
+    """End what a script started."""
+    for process in marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

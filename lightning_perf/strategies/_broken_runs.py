@@ -53,8 +53,8 @@ class EndsAlone(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Say in the error what torch leaves out: names, and where to look for the cause."""
+        message = str(exception)  # Lightning replaces it by one without indices
         super().on_exception(exception)
-        message = str(exception)
         names = None
         if isinstance(self.model, DistributedDataParallel):
             names = name_indices(message, self.model)

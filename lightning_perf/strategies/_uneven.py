@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -75,9 +76,7 @@ class _ShorterLoader(_Loader):
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        # Not `islice`, which asks for one batch more than it gives.
-        for _, batch in zip(range(self._length), self._loader, strict=False):
-            yield batch
+        yield from islice(self._loader, self._length)
 
 
 class _AgreeingLoader(_Loader):
@@ -90,8 +89,9 @@ class _AgreeingLoader(_Loader):
     def __init__(self, loader: Any, uneven: Uneven) -> None:
         super().__init__(loader)
         self._uneven = uneven
+        on_host = dist.get_backend() == "gloo"
         # So that no GPU is waited for.
-        self._group = dist.group.WORLD if dist.get_backend() == "gloo" else _new_gloo_group()
+        self._group = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._loader)
@@ -113,13 +113,7 @@ class _AgreeingLoader(_Loader):
         if len(ended) == len(flags):
             return
         ranks = ", ".join(map(str, ended))
-        found = (
-            f"After {count} batches there is no other one on rank {ranks}, but there is on others."
-        )
+        found = f"After {count} batches rank {ranks} has no other one, and another rank has."
         if self._uneven == "error":
             raise RuntimeError(f"{found} {_WAY_OUT}")
         rank_zero_warn(f"{found} The epoch ends, and what is left is left out.")
-
-
-def _new_gloo_group() -> Any:
-    return dist.new_group(backend="gloo")

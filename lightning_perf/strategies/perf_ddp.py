@@ -147,6 +147,8 @@ class PerfDDPStrategy(EndsAlone):
                 "ddp_comm_state and ddp_comm_wrapper were given with ddp_comm_hook="
                 f"{ddp_comm_hook!r}. They are for a hook that is a function."
             )
+        if uneven not in (None, "error", "join"):
+            raise ValueError(f"uneven={uneven!r} was asked for; it is 'error', 'join' or None.")
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} was asked for; it is more than 0.")
         self.ddp_comm_hook = ddp_comm_hook
@@ -157,6 +159,8 @@ class PerfDDPStrategy(EndsAlone):
         self.ddp_comm_wrapper = ddp_comm_wrapper
         self.uneven = uneven
         self.static_graph = static_graph
+        if isinstance(ddp_comm_hook, str):
+            self._make_hook(ddp_comm_hook)  # so that wrong arguments are refused here
         self.comm_hook: CommHook | None = None
         """The hook of the current ``fit``, if it has a name."""
         self.gradient_traffic = Traffic()

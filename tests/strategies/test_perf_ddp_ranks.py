@@ -5,58 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import TORCHRUN, run_ranks
+from strategies.perf_ddp_runs import ran
 
 pytestmark = pytest.mark.slow
-
-START = """
-import copy, sys, warnings
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback
-from models import Classifier, images, mlp, conv_net, trainer
-from torch import nn
-from strategies.traffic import Wire
-from lightning_perf.strategies import PerfDDPStrategy
-from lightning_perf.strategies.comm_hooks import Traffic
-
-class Record(Callback):
-    '''What each optimizer step sent, and whether the ranks' parameters are bit-identical.'''
-    def on_train_start(self, trainer, module):
-        self.wire, self.steps, self.equal = Wire(), [], []
-        self.wire.__enter__()
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step > len(self.steps):
-            wire = self.wire
-            self.steps.append({name: (wire.calls[name], wire.bytes[name]) for name in wire.calls})
-            mine = torch.cat([p.detach().flatten() for p in module.parameters()])
-            both = [torch.empty_like(mine) for _ in range(2)]
-            dist.all_gather(both, mine)
-            self.equal.append(torch.equal(*both))
-            wire.clear()
-    def on_train_end(self, trainer, module):
-        self.wire.__exit__(None, None, None)
-
-def fit(module, hook=None, samples=80, seed=0, ckpt_path=None, callbacks=(), strategy=None, **kwargs):
-    torch.manual_seed(seed)
-    record = Record()
-    strategy = strategy or PerfDDPStrategy(hook, bucket_cap_mb=0.002, start_powerSGD_iter=0 if hook else None)
-    t = trainer(**{"devices": 2, "strategy": strategy, "callbacks": [record, *callbacks], **kwargs})
-    t.fit(module, images(samples=samples), ckpt_path=ckpt_path)
-    t.record = record
-    assert all(record.equal)
-    return t
-"""
-
-
-def ran(script: str, folder: Path) -> None:
-    """Both ranks reach the end of a script."""
-    script += "\nprint(f'held on rank {dist.get_rank()}', flush=True)\n"
-    tests = str(Path(__file__).parents[1])
-    output = run_ranks(START + script, folder, launcher=TORCHRUN, environ={"OMP_NUM_THREADS": "1"})
-    assert "held on rank 0" in output, tests
-    assert "held on rank 1" in output
 
 
 def test_the_bytes_on_the_wire_are_those_that_are_said(tmp_path: Path) -> None:
@@ -169,7 +120,8 @@ plain.save_checkpoint("plain.ckpt")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     fit(Classifier(mlp()), "powersgd", ckpt_path="plain.ckpt", max_epochs=2)
-said = [w for w in caught if "holds no state of the communication hook 'powersgd'" in str(w.message)]
+missing = "holds no state of the communication hook 'powersgd'"
+said = [w for w in caught if missing in str(w.message)]
 assert len(said) == (dist.get_rank() == 0)
 """,
         tmp_path,
