@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerState
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -210,14 +211,14 @@ def process_launcher(strategy: ParallelStrategy, start_method: str) -> Any:
     return _SubprocessScriptLauncher(environment, devices, nodes)  # type: ignore[arg-type]
 
 
-def join_process_group(
-    strategy: ParallelStrategy, backend: str | None, timeout: timedelta
-) -> None:
+def join_process_group(strategy: ParallelStrategy, backend: str | None, timeout: timedelta) -> None:
     """Let a process join the others, as `DDPStrategy` does.
 
     The function that takes address and port from the cluster environment, and leaves NCCL at exit,
-    is private, as is the one that chooses the backend (2.5.0 - 2.6.6).
+    is private, as is the one that chooses the backend. The rank by which `rank_zero_info` and its
+    like decide is an attribute that is not declared (2.5.0 - 2.6.6).
     """
+    rank_zero_only.rank = strategy.global_rank  # type: ignore[attr-defined]
     device, environment = strategy.root_device, strategy.cluster_environment
     chosen = backend or _get_default_process_group_backend_for_device(device)
     device_id = device if device.type != "cpu" else None

@@ -14,6 +14,17 @@ MARK = "LIGHTNING_PERF_TEST_RANKS"
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+    "SLURM_NNODES": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+}
+"""What a job of two tasks on one node has in its environment."""
+
 
 def run_ranks(
     script: str,

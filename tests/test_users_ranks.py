@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages import DOCS, blocks
-from ranks import TORCHRUN, run_ranks
+from ranks import SLURM, TORCHRUN, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -63,20 +63,11 @@ folder = Path(__file__).parent
 tasks = [start(rank) for rank in (0, 1)]
 sys.exit(any([task.wait() for task in tasks]))
 """
-_SLURM = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_NODEID": "0",
-    "SLURM_NODELIST": "localhost",
-    "SLURM_NNODES": "1",
-    "SLURM_NTASKS": "2",
-    "SLURM_NTASKS_PER_NODE": "2",
-}
 
 
 def test_the_script_of_the_page_about_slurm(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script_of("slurm.md"))
-    output = run_ranks(_SRUN, tmp_path, environ=_SLURM)
+    output = run_ranks(_SRUN, tmp_path, environ=SLURM)
     assert "rank 0 trained" in output
     assert "rank 1 trained" in output
     assert output.count(ACTIVE) == 1

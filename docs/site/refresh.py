@@ -12,8 +12,9 @@ import inspect
 import re
 from pathlib import Path
 
-from lightning_perf import callbacks
+from lightning_perf import callbacks, strategies
 
+PACKAGES = (callbacks, strategies)
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- index of items, written by docs/site/refresh.py -->\n"
 END = "<!-- end of the index -->"
@@ -27,8 +28,8 @@ def index_of_items(folder: str) -> str:
         folder: Where the cards are, seen from the page, with a slash at the end.
     """
     lines = ["| Item | What it does | Guide |", "| --- | --- | --- |"]
-    for name in callbacks.__all__:
-        item = getattr(callbacks, name)
+    classes = [(name, getattr(package, name)) for package in PACKAGES for name in package.__all__]
+    for name, item in classes:
         stem = item.__module__.rpartition(".")[2]
         summary = (inspect.getdoc(item) or "").partition("\n")[0].replace("``", "`")
         lines.append(f"| [`{name}`]({folder}{stem}.md) | {summary} | {item.guide} |")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from lightning_perf import presets
+from lightning_perf._hardware import detect
 from lightning_perf.presets._reader import kept
 
 if TYPE_CHECKING:
@@ -58,8 +59,13 @@ def load_variant(name: str | Path | Variant) -> Variant:
         return name
     if Path(name).suffix in (".yaml", ".yml"):
         return _read(Path(name))
-    preset = presets.resolve(str(name))
+    preset = _resolve(name)
     return Variant(preset, preset=None if preset == "none" else preset)
+
+
+def _resolve(name: object) -> str:
+    """Return the preset that a name stands for, on one of this machine's devices."""
+    return presets.resolve(str(name), replace(detect(), device_count=1))
 
 
 def _read(path: Path) -> Variant:
@@ -79,7 +85,7 @@ def _read(path: Path) -> Variant:
     preset = content.get("preset")
     return Variant(
         path.stem,
-        preset=None if preset is None else presets.resolve(str(preset)),
+        preset=None if preset is None else _resolve(preset),
         trainer=sections["trainer"],
         env={name: str(value) for name, value in sections["env"].items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     hardware = detect()
-    preset, reason = presets.auto(hardware)
+    preset, reason = presets.auto(replace(hardware, device_count=1))  # it trains on one
     if preset == "none":
         raise RuntimeError(f"There is no preset for this machine, so nothing to show: {reason}.")
     image_size, batch_size, steps = _sizes(arguments, hardware)

@@ -169,7 +169,7 @@ class PerfCLI(LightningCLI):
     def _explain(self, preset: str, settings: dict[str, Any], items: list[_Entry]) -> None:
         """Say at the head of what is printed or saved where the trainer's settings are from."""
         trainer = self._section.trainer
-        origin = {key: trainer[key] == value for key, value in settings.items()}
+        origin = {key: _is(trainer[key], value) for key, value in settings.items()}
         for entry in _as_list(trainer.callbacks):
             origin[getattr(_kind(entry), "__name__", str(entry))] = entry in items
         if trainer.callbacks is None:
@@ -180,6 +180,13 @@ class PerfCLI(LightningCLI):
             head.append(f"  {name:<{width}}  {'from the preset' if from_preset else 'yours'}")
         for each in dict.fromkeys([self.parser, *self._parsers_with_trainer]):
             each.dump_header = [*(each.dump_header or []), *head]
+
+
+def _is(parsed: Any, value: Any) -> bool:
+    """Return whether a setting is still that of the preset; an object by its class."""
+    if isinstance(value, dict):
+        return bool(getattr(parsed, "class_path", None) == value["class_path"])
+    return bool(parsed == value)
 
 
 def _prints(word: str) -> bool:

@@ -5,15 +5,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
 from lightning_perf import NoEffectWarning
 from lightning_perf._hardware import Hardware, detect
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback
 
 NONE = "none"  # plain Lightning
 T = TypeVar("T")
@@ -79,7 +76,11 @@ def auto(hardware: Hardware | None = None) -> tuple[str, str]:
         reason = f"{hardware.device_name}, compute capability {capability[0]}.{capability[1]}"
         if capability < (7, 0):
             return NONE, f"{reason}; the CUDA presets need 7.0, where tensor cores begin"
-        return "cuda_bf16" if hardware.native_bf16 else "cuda_fp16", reason
+        if not hardware.native_bf16:
+            return "cuda_fp16", reason
+        if hardware.device_count > 1:
+            return "cuda_ddp", f"{hardware.device_count} x {reason}"
+        return "cuda_bf16", reason
     if hardware.cpu_bf16:
         return "cpu_bf16", f"{hardware.cpu_name} has bfloat16 instructions, and there is no GPU"
     return "cpu", f"{hardware.cpu_name} has no bfloat16 instructions, and there is no GPU"
@@ -154,6 +155,8 @@ def trainer_kwargs(name: str | None, /, **overrides: Any) -> dict[str, Any]:
                 )
         items = [_build(entry) for entry in settings["callbacks"]]
         overrides["callbacks"] = [*kept(items, own, type), *own]
+    if "strategy" in settings and "strategy" not in overrides:
+        overrides["strategy"] = _build(settings["strategy"])
     return settings | overrides
 
 
@@ -211,9 +214,8 @@ def _file(preset: str) -> Path:
     return Path(__file__).with_name(f"{preset}.yaml")
 
 
-def _build(entry: dict[str, Any]) -> "Callback":
-    callback: Callback = resolve_name(entry["class_path"])(**entry.get("init_args", {}))
-    return callback
+def _build(entry: dict[str, Any]) -> Any:
+    return resolve_name(entry["class_path"])(**entry.get("init_args", {}))
 
 
 def _found(hardware: Hardware) -> str:

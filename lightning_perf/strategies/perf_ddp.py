@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -93,6 +93,9 @@ class PerfDDPStrategy(EndsAlone):
     Source: tuning guide, sections on DDP; the hooks name their papers.
     """
 
+    guide: ClassVar[str] = "T DDP, no_sync, find_unused_parameters; K 6.1; L 3"
+    """Section of the tuning guides that the strategy implements."""
+
     def __init__(
         self,
         ddp_comm_hook: Literal["fp16", "bf16", "powersgd", "onebit"]
@@ -115,6 +118,7 @@ class PerfDDPStrategy(EndsAlone):
         static_graph: bool = False,
         find_unused_parameters: bool = False,
     ) -> None:
+        buffers: dict[str, Any] = {} if broadcast_buffers else {_BROADCAST_BUFFERS: False}
         super().__init__(
             ddp_comm_state=ddp_comm_state,
             model_averaging_period=model_averaging_period,
@@ -125,7 +129,7 @@ class PerfDDPStrategy(EndsAlone):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
-            **({} if broadcast_buffers else {_BROADCAST_BUFFERS: False}),
+            **buffers,
         )
         if not callable(ddp_comm_hook) and ddp_comm_hook not in (None, *HOOKS):
             raise ValueError(

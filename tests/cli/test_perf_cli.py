@@ -47,8 +47,12 @@ def test_the_flag_without_subcommands(project: Project, on: On, name: str) -> No
     section = trainer_section(name)
     assert config.preset == name
     assert names(config.trainer.callbacks) == items_of(name)
-    for key in section.keys() - {"callbacks"}:
+    for key in section.keys() - {"callbacks", "strategy"}:
         assert config.trainer[key] == section[key]
+    if "strategy" in section:
+        chosen = config.trainer.strategy
+        assert chosen.class_path == section["strategy"]["class_path"]
+        assert dict(chosen.init_args.items()).items() >= section["strategy"]["init_args"].items()
 
 
 @pytest.mark.parametrize("run", [True, False])

@@ -19,6 +19,7 @@ HOME = {
     "cpu": "old CPU",
     "cpu_bf16": "new CPU",
     "cuda_bf16": "H100",
+    "cuda_ddp": "2 x H100",
     "cuda_fp16": "T4",
     "mps": "Mac",
 }
@@ -26,12 +27,13 @@ HOME = {
 
 
 def hardware(name: str = "old CPU") -> Hardware:
-    """Returns a GPU of the table, `Mac`, `new CPU` (with bfloat16) or `old CPU`."""
+    """Returns a GPU of the table or several, `Mac`, `new CPU` (with bfloat16) or `old CPU`."""
+    count, _, name = name.rpartition(" x ")
     device = "cuda" if name in GPUS else "mps" if name == "Mac" else "cpu"
     return Hardware(
         device=device,
         device_name=name,
-        device_count=1,
+        device_count=int(count or 1),
         capability=GPUS.get(name),
         isa=frozenset({"avx512f", "avx512_bf16"} if name == "new CPU" else {"avx2"}),
         cpu_name=name if device == "cpu" else "host CPU",

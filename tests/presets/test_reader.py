@@ -143,7 +143,9 @@ def reasons(name: str) -> dict[str, str]:
     for line in presets.path(name).read_text(encoding="utf-8").splitlines():
         if line.strip().startswith("#"):
             comment.append(line.strip(" #"))
-        elif line.startswith(("  accelerator:", "  precision:", "    - class_path:")):
+        elif line.startswith(
+            ("  accelerator:", "  precision:", "  strategy:", "    - class_path:")
+        ):
             found[line.strip(" -").removeprefix("class_path: ")] = " ".join(comment)
             comment = []
         elif not line.startswith("  callbacks:"):
@@ -179,7 +181,7 @@ def test_metadata(name: str) -> None:
     assert about.measured is None or "docs/results/" in about.measured
 
 
-@pytest.mark.parametrize("name", ["cuda_bf16", "cuda_fp16", "mps"])
+@pytest.mark.parametrize("name", ["cuda_bf16", "cuda_ddp", "cuda_fp16", "mps"])
 def test_nobody_has_measured_the_gpu_presets(name: str) -> None:
     assert presets.metadata(name).measured is None
 
@@ -285,9 +287,12 @@ def test_no_preset_is_just_the_overrides(name: str | None) -> None:
 def test_a_preset_gives_the_arguments_of_a_trainer(on: On, name: str) -> None:
     on(HOME[name])
     kwargs, section = presets.trainer_kwargs(name), trainer_section(name)
-    assert {k: v for k, v in kwargs.items() if k != "callbacks"} == {
-        k: v for k, v in section.items() if k != "callbacks"
+    built = ("callbacks", "strategy")
+    assert {k: v for k, v in kwargs.items() if k not in built} == {
+        k: v for k, v in section.items() if k not in built
     }
+    if "strategy" in section:
+        assert kwargs["strategy"].__class__.__name__ in section["strategy"]["class_path"]
     assert [callback.__class__.__name__ for callback in kwargs["callbacks"]] == [
         entry["class_path"].rpartition(".")[2] for entry in section["callbacks"]
     ]

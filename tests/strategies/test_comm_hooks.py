@@ -232,7 +232,7 @@ def test_an_error_of_a_collective_reaches_the_backward_pass(monkeypatch) -> None
     hook = PowerSGDHook(start_iter=0)
     ddp = wrapped(mlp(), hook)
     monkeypatch.setattr(hook, "keep_error", lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError, match="division by zero"):
+    with pytest.raises(ZeroDivisionError):
         gradients(ddp, 0)
 
 

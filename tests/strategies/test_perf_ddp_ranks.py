@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ranks import SLURM, TORCHRUN, run_ranks
 from strategies.perf_ddp_runs import ran
 
 pytestmark = pytest.mark.slow
@@ -175,3 +176,48 @@ else:
 """,
         tmp_path,
     )
+
+
+_LAUNCHED = """
+import sys
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from models import Classifier, images, mlp, trainer
+from lightning_perf.strategies import PerfDDPStrategy
+
+class Mine(Classifier):
+    def on_train_end(self):
+        digest = sum(p.double().sum().item() for p in self.parameters())
+        with open(f"{sys.argv[1]}-{self.global_rank}", "w") as file:
+            file.write(repr(digest))
+
+if __name__ == "__main__":
+    torch.manual_seed(1)
+    method = sys.argv[1] if sys.argv[1] == "spawn" else "popen"
+    strategy = PerfDDPStrategy("powersgd", start_powerSGD_iter=1, start_method=method)
+    plugins = [SLURMEnvironment()] if sys.argv[1] == "slurm" else None
+    trainer(devices=2, strategy=strategy, plugins=plugins).fit(Mine(mlp()), images(samples=40))
+"""
+
+_SRUN = """
+import os, subprocess, sys
+ranks = [
+    subprocess.Popen(
+        [sys.executable, "launched.py", "slurm"],
+        env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+    )
+    for rank in range(2)
+]
+assert [rank.wait() for rank in ranks] == [0, 0]
+"""
+
+
+def test_every_launcher_gives_the_same(tmp_path: Path) -> None:
+    (tmp_path / "launched.py").write_text(_LAUNCHED)
+    run_ranks(_LAUNCHED, tmp_path, "popen")
+    run_ranks(_LAUNCHED, tmp_path, "spawn")
+    run_ranks(_LAUNCHED, tmp_path, "torchrun", launcher=TORCHRUN)
+    run_ranks(_SRUN, tmp_path, environ=SLURM)
+    names = ["popen", "spawn", "torchrun", "slurm"]
+    digests = {(tmp_path / f"{name}-{rank}").read_text() for name in names for rank in range(2)}
+    assert len(digests) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     # `torch.distributed` exports it only where it is built.
     from torch._C._distributed_c10d import GradBucket
+
+Complete = Callable[[], Tensor]
+"""Waits for what travels, and returns the bucket's buffer with the mean in it."""
 
 _WIDER = (torch.float32, torch.float64)
 """What is worth compressing: half precision and integers are not, complex numbers have no order."""
@@ -44,9 +48,10 @@ class CommHook(ABC):
 
     Buckets of float32 and float64 are compressed, all others averaged as they are.
 
-    Every collective is issued by the thread that runs the hook, in the order of the buckets, which
-    is the same on all ranks. Issued from callbacks, as PyTorch's PowerSGD does, their order depends
-    on the speed of threads, and ranks with different orders wait for each other for ever.
+    The thread that runs the hook does everything: it issues each collective in the order of the
+    buckets, which is the same on all ranks, and with the last bucket it completes them all. Issued
+    from callbacks, as PyTorch's PowerSGD does, the order depends on the speed of threads, and ranks
+    with different orders wait for each other for ever.
 
     Args:
         start_iter: Number of backward passes whose gradients are averaged plainly before.
@@ -60,6 +65,7 @@ class CommHook(ABC):
         self.start_iter = start_iter
         self.iteration = 0
         self.traffic = Traffic()
+        self._open: list[tuple[Future[Tensor], Complete]] = []
 
     def register(self, ddp: DistributedDataParallel) -> None:
         """Make ``ddp`` average its gradients with this hook; once for each DDP object.
@@ -75,27 +81,40 @@ class CommHook(ABC):
 
     def average(self, bucket: GradBucket) -> Future[Tensor]:
         """Start to average the gradients of one bucket; DDP calls it in the backward pass."""
-        if self.iteration >= self.start_iter and bucket.buffer().dtype in _WIDER:
-            future = self.compressed(bucket)
-        else:
-            future = self.plain(bucket)
+        buffer = bucket.buffer()
+        compress = self.iteration >= self.start_iter and buffer.dtype in _WIDER
+        complete = self.compressed(bucket) if compress else self.plain(bucket)
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._open.append((future, complete))
         if bucket.is_last():
-            self.end()
-            self.iteration += 1
-            self.traffic.steps += 1
+            self._complete()
         return future
 
+    def _complete(self) -> None:
+        buckets, self._open = self._open, []
+        self.flush()
+        for future, complete in buckets:
+            future.set_result(complete())
+        self.iteration += 1
+        self.traffic.steps += 1
+
     @abstractmethod
-    def compressed(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average one bucket; the future's value is the bucket's buffer."""
+    def compressed(self, bucket: GradBucket) -> Complete:
+        """Start to average one bucket; return what completes it, once all buckets are started."""
 
-    def plain(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average one bucket as it is, as DDP does without a hook."""
-        work = self.all_reduce(bucket.buffer().div_(self.ranks))
-        return work.get_future().then(lambda done: done.value()[0])
+    def plain(self, bucket: GradBucket) -> Complete:
+        """Start to average one bucket as it is, as DDP does without a hook."""
+        buffer = bucket.buffer().div_(self.ranks)
+        work = self.all_reduce(buffer)
 
-    def end(self) -> None:  # noqa: B027  # not every hook has something left
-        """Issue what is left of a backward pass, all of whose buckets were seen."""
+        def complete() -> Tensor:
+            work.wait()
+            return buffer
+
+        return complete
+
+    def flush(self) -> None:  # noqa: B027  # not every hook has something left
+        """Start what is left of a backward pass, all of whose buckets were seen."""
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Sum a tensor over the ranks, in place, counted."""
@@ -133,8 +152,8 @@ class ErrorFeedback(CommHook):
         super().__init__(start_iter=start_iter)
         self._kept: dict[str, dict[str, Tensor]] = {}
 
-    def compressed(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average one bucket; what is no matrix, or would not shrink, as it is."""
+    def compressed(self, bucket: GradBucket) -> Complete:
+        """Start to average one bucket; what is no matrix, or would not shrink, as it is."""
         parameters = bucket.parameters()
         if any(parameter.is_complex() for parameter in parameters):
             # They are in the buffer as real numbers, and `gradients` gives half of those.
@@ -157,8 +176,8 @@ class ErrorFeedback(CommHook):
         """Return whether a matrix is worth compressing."""
 
     @abstractmethod
-    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Future[Tensor]:
-        """Average matrices and the rest, all of which lie in the buffer, the future's value."""
+    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Complete:
+        """Start to average matrices and the rest, all of which lie in the buffer."""
 
     def kept(self, kind: str, name: str, like: Tensor) -> Tensor | None:
         """Return what was kept of a parameter, on the device and with the strides of ``like``."""

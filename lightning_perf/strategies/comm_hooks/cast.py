@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
-from lightning_perf.strategies.comm_hooks.base import CommHook
+from lightning_perf.strategies.comm_hooks.base import CommHook, Complete
 
 if TYPE_CHECKING:
     # `torch.distributed` exports it only where it is built.
@@ -32,11 +31,17 @@ class CastHook(CommHook):
 
     dtype: ClassVar[torch.dtype]
 
-    def compressed(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average one bucket in half precision."""
+    def compressed(self, bucket: GradBucket) -> Complete:
+        """Start to average one bucket in half precision."""
         buffer = bucket.buffer()
-        work = self.all_reduce((buffer / self.ranks).to(self.dtype))
-        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+        half = (buffer / self.ranks).to(self.dtype)
+        work = self.all_reduce(half)
+
+        def complete() -> Tensor:
+            work.wait()
+            return buffer.copy_(half)
+
+        return complete
 
 
 class FP16Hook(CastHook):

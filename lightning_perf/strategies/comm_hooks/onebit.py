@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future, collect_all
 
-from lightning_perf.strategies.comm_hooks.base import ErrorFeedback, Matrix, packed, unpacked
+from lightning_perf.strategies.comm_hooks.base import (
+    Complete,
+    ErrorFeedback,
+    Matrix,
+    packed,
+    unpacked,
+)
 
 
 class OneBitHook(ErrorFeedback):
@@ -38,7 +43,7 @@ class OneBitHook(ErrorFeedback):
         """Return whether there is anything to send."""
         return rows * columns > 0
 
-    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Future[Tensor]:
+    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Complete:
         """Send the signs and means of this bucket to all ranks, and average the rest."""
         signs, means = [], []
         for matrix in matrices:
@@ -59,9 +64,9 @@ class OneBitHook(ErrorFeedback):
         if rest:
             works.append(self.all_reduce(rest_sum))
 
-        def finish(done: Future[list[Future[list[Tensor]]]]) -> Tensor:
-            for work in done.value():
-                work.value()  # raises what the collective raised
+        def complete() -> Tensor:
+            for work in works:
+                work.wait()
             total = buffer.new_zeros(sum(sizes))
             for message in everyones:
                 # A copy, since a view as numbers must not start in the middle of one.
@@ -77,7 +82,7 @@ class OneBitHook(ErrorFeedback):
                 gradient.copy_(average)
             return buffer
 
-        return collect_all([work.get_future() for work in works]).then(finish)
+        return complete
 
 
 def _mean_of(values: Tensor, chosen: Tensor) -> Tensor:

@@ -7,9 +7,14 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.futures import Future, collect_all
 
-from lightning_perf.strategies.comm_hooks.base import ErrorFeedback, Matrix, packed, unpacked
+from lightning_perf.strategies.comm_hooks.base import (
+    Complete,
+    ErrorFeedback,
+    Matrix,
+    packed,
+    unpacked,
+)
 
 # A matrix is compressed only if that saves at least half of its bytes.
 _MIN_COMPRESSION = 2
@@ -60,22 +65,22 @@ class PowerSGDHook(ErrorFeedback):
         factors = (rows + columns) * self.matrix_approximation_rank
         return factors * _MIN_COMPRESSION <= rows * columns
 
-    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Future[Tensor]:
+    def start(self, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]) -> Complete:
         """Send the first factors of this bucket, then the second ones of the bucket before."""
         this = _OnTheWay(self, buffer, matrices, rest)
-        self.end()
+        self.flush()
         self._before = this
-        return this.done
+        return this.complete
 
-    def end(self) -> None:
+    def flush(self) -> None:
         """Send the second factors of the latest bucket.
 
         While they wait for the first ones, those of the bucket after travel too. To wait for one
         bucket exactly, and not for what has arrived, keeps the order the same on all ranks.
         """
-        if self._before is not None:
-            self._before.send_second()
-            self._before = None
+        before, self._before = self._before, None
+        if before is not None:
+            before.send_second()
 
     def second_factor(self, matrix: Matrix) -> Tensor:
         """Return an orthogonal Q to start from: of the step before, or random, alike on ranks."""
@@ -101,41 +106,36 @@ class _OnTheWay:
         self, hook: PowerSGDHook, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]
     ) -> None:
         self.hook, self.buffer, self.matrices, self.rest = hook, buffer, matrices, rest
-        self.done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         firsts = [matrix.values @ hook.second_factor(matrix) for matrix in matrices]
-        self.first_sum = packed(firsts, buffer)
-        self.firsts = unpacked(self.first_sum, firsts)
+        first_sum = packed(firsts, buffer)
+        self.firsts = unpacked(first_sum, firsts)
         self.rest_sum = packed(rest, buffer).div_(hook.ranks)
-        self.first_work = hook.all_reduce(self.first_sum)
+        self.first_work = hook.all_reduce(first_sum)
         self.works = [hook.all_reduce(self.rest_sum)] if rest else []
 
     def send_second(self) -> None:
+        """Orthogonalize the first factors, and send the second ones."""
         self.first_work.wait()
         self.firsts = [_orthogonal(first) for first in self.firsts]
         pairs = zip(self.matrices, self.firsts, strict=True)
         seconds = [matrix.values.T @ first for matrix, first in pairs]
-        self.second_sum = packed(seconds, self.buffer).div_(self.hook.ranks)
-        self.seconds = unpacked(self.second_sum, seconds)
-        self.works.append(self.hook.all_reduce(self.second_sum))
-        collect_all([work.get_future() for work in self.works]).then(self._finish)
+        second_sum = packed(seconds, self.buffer).div_(self.hook.ranks)
+        self.seconds = unpacked(second_sum, seconds)
+        self.works.append(self.hook.all_reduce(second_sum))
 
-    def _finish(self, works: Future[list[Future[list[Tensor]]]]) -> None:
-        try:
-            for work in works.value():
-                work.value()  # raises what the collective raised
-            for matrix, first, second in zip(self.matrices, self.firsts, self.seconds, strict=True):
-                product = first @ second.T
-                trusted = product.isfinite().all()
-                self.hook.keep_error(matrix, product, trusted)
-                self.hook.keep_factor(matrix, second, trusted)
-                matrix.values.copy_(product)
-            for gradient, mean in zip(self.rest, unpacked(self.rest_sum, self.rest), strict=True):
-                gradient.copy_(mean)
-        except BaseException as error:
-            # Whoever waits for the bucket would wait for ever.
-            self.done.set_exception(error)  # type: ignore[arg-type]  # wrongly declared in torch
-        else:
-            self.done.set_result(self.buffer)
+    def complete(self) -> Tensor:
+        """Put the products into the bucket, and keep what they lack."""
+        for work in self.works:
+            work.wait()
+        for matrix, first, second in zip(self.matrices, self.firsts, self.seconds, strict=True):
+            product = first @ second.T
+            trusted = product.isfinite().all()
+            self.hook.keep_error(matrix, product, trusted)
+            self.hook.keep_factor(matrix, second, trusted)
+            matrix.values.copy_(product)
+        for gradient, mean in zip(self.rest, unpacked(self.rest_sum, self.rest), strict=True):
+            gradient.copy_(mean)
+        return self.buffer
 
 
 def _orthogonal(factor: Tensor) -> Tensor:
