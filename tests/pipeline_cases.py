@@ -31,7 +31,7 @@ from pipelines import (
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_perf.strategies.pipeline import PipelineStrategy
+from lightning_perf.strategies import PipelineStrategy
 
 TRANSFORMER = {"network": "net", "split_points": ["blocks.2"]}
 FOLDER = Path("checkpoints")

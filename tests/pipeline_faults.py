@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_perf.strategies.pipeline import PipelineStrategy
+from lightning_perf.strategies import PipelineStrategy
 
 RANK = int(os.environ.get("RANK", 0))
 

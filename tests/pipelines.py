@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_perf.strategies.pipeline import PipelineStrategy
+from lightning_perf.strategies import PipelineStrategy
 
 CHUNKS = 4
 BATCH = 8

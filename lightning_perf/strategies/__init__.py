@@ -3,8 +3,9 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_perf.strategies.perf_ddp import PerfDDPStrategy
+from lightning_perf.strategies.pipeline import PipelineStrategy
 
-__all__ = ["PerfDDPStrategy"]
+__all__ = ["PerfDDPStrategy", "PipelineStrategy"]
 
 if "perf_ddp" not in StrategyRegistry:
     StrategyRegistry.register(

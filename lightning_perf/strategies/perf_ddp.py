@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_perf import NoEffectWarning, _compat
-from lightning_perf.strategies import _hook_state
-from lightning_perf.strategies._broken_runs import EndsAlone
-from lightning_perf.strategies._static_graph import static_graph_fails, unequal_gradients
-from lightning_perf.strategies._uneven import Uneven, even
-from lightning_perf.strategies._unused import UnusedSearch, logging_data
+from lightning_perf.strategies._ddp import hook_state
+from lightning_perf.strategies._ddp.broken_runs import EndsAlone
+from lightning_perf.strategies._ddp.static_graph import static_graph_fails, unequal_gradients
+from lightning_perf.strategies._ddp.uneven import Uneven, even
+from lightning_perf.strategies._ddp.unused import UnusedSearch, logging_data
 from lightning_perf.strategies.comm_hooks import (
     BF16Hook,
     CommHook,
@@ -256,7 +256,7 @@ class PerfDDPStrategy(EndsAlone):
 
     def _register(self, hook: CommHook, model: DistributedDataParallel) -> None:
         if self._loaded is not None and self.save_hook_state:
-            _hook_state.restore(hook, self._loaded.get(_hook_state.KEY))
+            hook_state.restore(hook, self._loaded.get(hook_state.KEY))
         hook.register(model)
         self.comm_hook, self.gradient_traffic = hook, hook.traffic
         left = hook.start_iter - hook.iteration
@@ -334,8 +334,8 @@ class PerfDDPStrategy(EndsAlone):
                     f"communication hook '{self.comm_hook.name}' of the other ranks."
                 )
             else:
-                state = _hook_state.gathered(self.comm_hook)
-                checkpoint = {**checkpoint, _hook_state.KEY: state}
+                state = hook_state.gathered(self.comm_hook)
+                checkpoint = {**checkpoint, hook_state.KEY: state}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,12 +16,12 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_perf._batches import batches_unseen
 from lightning_perf._item import instance_attribute
-from lightning_perf.strategies._exchange import likes, random_numbers, same_random_numbers
-from lightning_perf.strategies._micro_batches import Recorder, micro_batches
-from lightning_perf.strategies._pipe import Pipe
-from lightning_perf.strategies._plan import Call
-from lightning_perf.strategies._same_batches import SameBatchesStrategy, StartMethod
-from lightning_perf.strategies._stages import (
+from lightning_perf.strategies._pipeline.exchange import likes, random_numbers, same_random_numbers
+from lightning_perf.strategies._pipeline.micro_batches import Recorder, micro_batches
+from lightning_perf.strategies._pipeline.pipe import Pipe
+from lightning_perf.strategies._pipeline.plan import Call
+from lightning_perf.strategies._pipeline.same_batches import SameBatchesStrategy, StartMethod
+from lightning_perf.strategies._pipeline.stages import (
     Part,
     find_network,
     find_points,
@@ -30,7 +30,7 @@ from lightning_perf.strategies._stages import (
     sequential_part,
     traced_part,
 )
-from lightning_perf.strategies._weights import StageWeights
+from lightning_perf.strategies._pipeline.weights import StageWeights
 
 Schedule = Literal["gpipe", "1f1b"]
 
@@ -67,11 +67,14 @@ class PipelineStrategy(SameBatchesStrategy):
         ValueError: An argument has a wrong value.
 
     Example:
-        >>> from lightning_perf.strategies.pipeline import PipelineStrategy
+        >>> from lightning_perf.strategies import PipelineStrategy
         >>> strategy = PipelineStrategy("net", schedule="gpipe", chunks=8)
 
     Source: K 6.2; GPipe (Huang et al. 2019), PipeDream-Flush (Narayanan et al. 2021).
     """
+
+    guide: ClassVar[str] = "K 6.2"
+    """Section of the tuning guides that the strategy implements."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_perf import NoEffectWarning
 from lightning_perf.strategies import PerfDDPStrategy
-from lightning_perf.strategies._unused import UnusedSearch, _longest_decreasing, name_indices
+from lightning_perf.strategies._ddp.unused import UnusedSearch, _longest_decreasing, name_indices
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning")
 

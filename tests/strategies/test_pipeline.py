@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_perf.strategies._exchange import Like, fingerprint, random_numbers
-from lightning_perf.strategies._micro_batches import Recorder, micro_batches
-from lightning_perf.strategies._stages import (
+from lightning_perf.strategies import PipelineStrategy
+from lightning_perf.strategies._pipeline.exchange import Like, fingerprint, random_numbers
+from lightning_perf.strategies._pipeline.micro_batches import Recorder, micro_batches
+from lightning_perf.strategies._pipeline.stages import (
     find_network,
     find_points,
     module_owners,
@@ -26,7 +27,6 @@ from lightning_perf.strategies._stages import (
     sequential_part,
     traced_part,
 )
-from lightning_perf.strategies.pipeline import PipelineStrategy
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ _CONFIG = {
 def _cli(config: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LightningCLI:
     file = folder / "config.yaml"
     strategy = {
-        "class_path": "lightning_perf.strategies.pipeline.PipelineStrategy",
+        "class_path": "lightning_perf.strategies.PipelineStrategy",
         "init_args": config,
     }
     trainer = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": strategy}

@@ -151,7 +151,7 @@ trainer:
   enable_progress_bar: false
   default_root_dir: {folder}
   strategy:
-    class_path: lightning_perf.strategies.pipeline.PipelineStrategy
+    class_path: lightning_perf.strategies.PipelineStrategy
     init_args:
       network: net
       split_points: ["3"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_perf.strategies._exchange import broadcast, to_rank_zero
+from lightning_perf.strategies._pipeline.exchange import broadcast, to_rank_zero
 
 Gradients = dict[nn.Parameter, Tensor]
 

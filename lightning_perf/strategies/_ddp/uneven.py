@@ -91,7 +91,7 @@ class _AgreeingLoader(_Loader):
         self._uneven = uneven
         on_host = dist.get_backend() == "gloo"
         # So that no GPU is waited for.
-        self._group = None if on_host else dist.new_group(backend="gloo")
+        self._group: Any = None if on_host else dist.new_group(backend="gloo")
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._loader)

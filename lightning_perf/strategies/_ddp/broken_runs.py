@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerState, TrainerStatus
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_perf.strategies._unused import name_indices
+from lightning_perf.strategies._ddp.unused import name_indices
 
 T = TypeVar("T")
 

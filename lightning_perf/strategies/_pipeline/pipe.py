@@ -10,9 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_perf.strategies._exchange import Failure, Like, broadcast, fingerprint, gather, likes
-from lightning_perf.strategies._plan import LOSS, Call, Context, Plan, Plans, as_tuple
-from lightning_perf.strategies._stages import Part
+from lightning_perf.strategies._pipeline.exchange import (
+    Failure,
+    Like,
+    broadcast,
+    fingerprint,
+    gather,
+    likes,
+)
+from lightning_perf.strategies._pipeline.plan import LOSS, Call, Context, Plan, Plans, as_tuple
+from lightning_perf.strategies._pipeline.stages import Part
 
 
 class _Reached(BaseException):

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.data import DataLoader
 
 from lightning_perf import _compat
-from lightning_perf.strategies._exchange import share
+from lightning_perf.strategies._pipeline.exchange import share
 
 StartMethod = Literal["popen", "spawn"]
 

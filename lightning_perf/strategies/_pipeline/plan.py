@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_perf._batches import map_tensors
-from lightning_perf.strategies._exchange import Like, done_by
-from lightning_perf.strategies._stages import Part
+from lightning_perf.strategies._pipeline.exchange import Like, done_by
+from lightning_perf.strategies._pipeline.stages import Part
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which a network is called."""

@@ -1,0 +1,1 @@
+"""What `PerfDDPStrategy` is made of."""

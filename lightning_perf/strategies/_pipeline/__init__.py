@@ -1,0 +1,1 @@
+"""What `PipelineStrategy` is made of."""
