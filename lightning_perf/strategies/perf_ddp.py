@@ -23,21 +23,11 @@ from lightning_perf import NoEffectWarning, _compat
 from lightning_perf.strategies._ddp import hook_state
 from lightning_perf.strategies._ddp.broken_runs import EndsAlone
 from lightning_perf.strategies._ddp.static_graph import static_graph_fails, unequal_gradients
+from lightning_perf.strategies._ddp.traffic import count_plain, told
 from lightning_perf.strategies._ddp.uneven import Uneven, even
-from lightning_perf.strategies._ddp.unused import UnusedSearch, logging_data
-from lightning_perf.strategies.comm_hooks import (
-    BF16Hook,
-    CommHook,
-    FP16Hook,
-    OneBitHook,
-    PowerSGDHook,
-    Traffic,
-)
-
-HOOKS: dict[str, type[CommHook]] = {
-    hook.name: hook for hook in (FP16Hook, BF16Hook, PowerSGDHook, OneBitHook)
-}
-"""The communication hooks that have a name."""
+from lightning_perf.strategies._ddp.unused import UnusedSearch
+from lightning_perf.strategies.comm_hooks import CommHook, Traffic
+from lightning_perf.strategies.comm_hooks.named import named_hook, require_fitting
 
 # The new name, where there is one; the old name makes PyTorch warn there.
 _BROADCAST_BUFFERS = (
@@ -131,26 +121,12 @@ class PerfDDPStrategy(EndsAlone):
             find_unused_parameters=find_unused_parameters,
             **buffers,
         )
-        if not callable(ddp_comm_hook) and ddp_comm_hook not in (None, *HOOKS):
-            raise ValueError(
-                f"ddp_comm_hook={ddp_comm_hook!r} was asked for. Choose one of "
-                f"{', '.join(map(repr, HOOKS))}, a function, or None."
-            )
-        if ddp_comm_hook not in HOOKS and start_powerSGD_iter is not None:
-            raise ValueError(
-                f"start_powerSGD_iter={start_powerSGD_iter} was asked for with ddp_comm_hook="
-                f"{ddp_comm_hook!r}. It is for the hooks {', '.join(map(repr, HOOKS))}."
-            )
-        if ddp_comm_hook != "powersgd" and matrix_approximation_rank != 1:
-            raise ValueError(
-                f"matrix_approximation_rank={matrix_approximation_rank} was asked for with "
-                f"ddp_comm_hook={ddp_comm_hook!r}. It is for 'powersgd'."
-            )
         if not callable(ddp_comm_hook) and not (ddp_comm_state is ddp_comm_wrapper is None):
             raise ValueError(
                 "ddp_comm_state and ddp_comm_wrapper were given with ddp_comm_hook="
                 f"{ddp_comm_hook!r}. They are for a hook that is a function."
             )
+        require_fitting(ddp_comm_hook, matrix_approximation_rank, start_powerSGD_iter)
         if uneven not in (None, "error", "join"):
             raise ValueError(f"uneven={uneven!r} was asked for; it is 'error', 'join' or None.")
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
@@ -163,8 +139,6 @@ class PerfDDPStrategy(EndsAlone):
         self.ddp_comm_wrapper = ddp_comm_wrapper
         self.uneven = uneven
         self.static_graph = static_graph
-        if isinstance(ddp_comm_hook, str):
-            self._make_hook(ddp_comm_hook)  # so that wrong arguments are refused here
         self.comm_hook: CommHook | None = None
         """The hook of the current ``fit``, if it has a name."""
         self.gradient_traffic = Traffic()
@@ -245,14 +219,8 @@ class PerfDDPStrategy(EndsAlone):
             wrap = self.ddp_comm_wrapper or (lambda hook: hook)
             model.register_comm_hook(self.ddp_comm_state, wrap(self.ddp_comm_hook))
         else:
-            self._register(self._make_hook(self.ddp_comm_hook), model)
-
-    def _make_hook(self, name: str) -> CommHook:
-        start = {} if self.start_powerSGD_iter is None else {"start_iter": self.start_powerSGD_iter}
-        kind = HOOKS[name]
-        if kind is PowerSGDHook:
-            return PowerSGDHook(self.matrix_approximation_rank, **start)
-        return kind(**start)
+            rank, start = self.matrix_approximation_rank, self.start_powerSGD_iter
+            self._register(named_hook(self.ddp_comm_hook, rank, start), model)
 
     def _register(self, hook: CommHook, model: DistributedDataParallel) -> None:
         if self._loaded is not None and self.save_hook_state:
@@ -349,21 +317,12 @@ class PerfDDPStrategy(EndsAlone):
         model = self.model
         if isinstance(model, DistributedDataParallel):
             self._end_search()
-            if self.comm_hook is None and self.ddp_comm_hook is None:
-                _count_plain(model, self.gradient_traffic)
-            self._say_traffic(model)
+            if self.ddp_comm_hook is None:
+                count_plain(model, self.gradient_traffic)
+            if self.gradient_traffic.steps and self.world_size > 1:
+                self._say(told(self.gradient_traffic, model, hooked=self.comm_hook is not None))
         self._loaded = None
         super().teardown()
-
-    def _say_traffic(self, model: DistributedDataParallel) -> None:
-        traffic = self.gradient_traffic
-        if traffic.steps and self.world_size > 1:
-            each, plain = traffic.bytes / traffic.steps, sum(_buckets(model)[0])
-            instead = f" instead of {_megabytes(plain)}" if self.comm_hook else ""
-            self._say(
-                f"gradients were averaged {traffic.steps} times, with {_megabytes(each)}{instead} "
-                f"in {traffic.collectives / traffic.steps:.3g} collectives each time"
-            )
 
     def _say(self, message: str) -> None:
         rank_zero_info(f"lightning_perf: {type(self).__name__}: {message}")
@@ -378,28 +337,3 @@ def _longest_window(trainer: Trainer) -> int:
         if isinstance(callback, GradientAccumulationScheduler):
             windows += callback.scheduling.values()
     return max(windows)
-
-
-def _count_plain(model: DistributedDataParallel, traffic: Traffic) -> None:
-    """Count the buckets that DDP averaged itself; it rearranges them after the first step."""
-    first, rest = _buckets(model)
-    later = max(traffic.steps - 1, 0)
-    searches = traffic.steps if model.find_unused_parameters else 0
-    traffic.collectives = len(first) * min(traffic.steps, 1) + len(rest) * later + searches
-    parameters = sum(parameter.requires_grad for parameter in model.parameters())
-    # The search sums a 32-bit number for each parameter.
-    traffic.bytes = sum(first) * traffic.steps + 4 * parameters * searches
-
-
-def _buckets(model: DistributedDataParallel) -> tuple[list[int], list[int]]:
-    """Return the sizes of the buckets in bytes, in the first step and in the others."""
-    data = logging_data(model)
-    first, rest = (
-        [int(size) for size in data.get(key, "").split(",") if size]
-        for key in ("bucket_sizes", "rebuilt_bucket_sizes")
-    )
-    return first, rest or first
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:.3g} MB"
