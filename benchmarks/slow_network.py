@@ -88,7 +88,7 @@ class Digits(LightningModule):
             self.optimizers().zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
 
 
 class Clock(Callback):

@@ -221,3 +221,36 @@ def test_every_launcher_gives_the_same(tmp_path: Path) -> None:
     names = ["popen", "spawn", "torchrun", "slurm"]
     digests = {(tmp_path / f"{name}-{rank}").read_text() for name in names for rank in range(2)}
     assert len(digests) == 1
+
+
+def test_digits_are_learned_as_well_with_powersgd(tmp_path: Path) -> None:
+    """Twelve buckets, real data; the error of each rank comes later, and is not lost."""
+    ran(
+        """
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+x, y = load_digits(return_X_y=True)
+x, y = torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y)
+order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+x, y = x[order], y[order]
+accuracy = {}
+for hook, rank in ((None, 1), ("powersgd", 1), ("powersgd", 4)):
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), *layers, nn.Linear(256, 10))
+    module = Classifier(net, lr=0.03)
+    strategy = PerfDDPStrategy(
+        hook, matrix_approximation_rank=rank, start_powerSGD_iter=30 if hook else None,
+        bucket_cap_mb=0.05,
+    )
+    t = trainer(devices=2, strategy=strategy, max_epochs=24)
+    t.fit(module, DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=32))
+    with torch.no_grad():
+        accuracy[hook, rank] = (net(x[1500:]).argmax(1) == y[1500:]).float().mean().item()
+plain = accuracy[None, 1]
+assert plain > 0.94, accuracy
+assert all(value > plain - 0.02 for value in accuracy.values()), accuracy
+""",
+        tmp_path,
+    )

@@ -196,16 +196,19 @@ class ErrorFeedback(CommHook):
 
         After an overflow, which a gradient scaler skips, the error would be infinite for ever.
         """
-        lost = matrix.values - sent
-        before = torch.zeros_like(lost) if matrix.error is None else as_matrix(matrix.error)
-        error = torch.empty_like(matrix.gradient)
-        as_matrix(error).copy_(torch.where(trusted, lost, before))
-        self.keep("error", matrix.name, error)
+        if matrix.error is None:
+            matrix.error = torch.zeros_like(matrix.gradient)
+        error, values = as_matrix(matrix.error), matrix.values
+        if not values.is_cpu:  # there a look at `trusted` would wait for the device
+            torch.where(trusted, values - sent, error, out=error)
+        elif trusted:
+            torch.sub(values, sent, out=error)
+        self.keep("error", matrix.name, matrix.error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of passes and what this rank keeps, on the CPU."""
         kept = {
-            kind: {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            kind: {name: _copied(tensor) for name, tensor in tensors.items()}
             for kind, tensors in self._kept.items()
         }
         return {**super().state_dict(), "kept": kept}
@@ -236,6 +239,11 @@ def as_matrix(gradient: Tensor) -> Tensor:
     """Return a dense tensor as a matrix, a view of its memory."""
     rows, columns = _rows_and_columns(gradient)
     return gradient.as_strided((rows, columns), (columns, 1))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU; what is kept is changed in place."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def packed(tensors: list[Tensor], like: Tensor) -> Tensor:

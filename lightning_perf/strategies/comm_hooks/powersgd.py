@@ -128,10 +128,10 @@ class _OnTheWay:
         for work in self.works:
             work.wait()
         for matrix, first, second in zip(self.matrices, self.firsts, self.seconds, strict=True):
+            trusted = first.isfinite().all() & second.isfinite().all()
             product = first @ second.T
-            trusted = product.isfinite().all()
-            self.hook.keep_error(matrix, product, trusted)
             self.hook.keep_factor(matrix, second, trusted)
+            self.hook.keep_error(matrix, product, trusted)
             matrix.values.copy_(product)
         for gradient, mean in zip(self.rest, unpacked(self.rest_sum, self.rest), strict=True):
             gradient.copy_(mean)
