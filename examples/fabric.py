@@ -25,6 +25,7 @@ from lightning_perf.callbacks.compile import compiled
 from lightning_perf.callbacks.cudnn_benchmark import cudnn_benchmark
 from lightning_perf.callbacks.disable_debug_apis import debug_aids_off
 from lightning_perf.callbacks.fused_optimizer import fused
+from lightning_perf.callbacks.garbage_collection import garbage_collection
 from lightning_perf.callbacks.matmul_precision import matmul_precision
 from lightning_perf.callbacks.threads import threads
 from lightning_perf.presets import trainer_kwargs
@@ -65,7 +66,8 @@ def main() -> None:
 
     # Of a preset, Fabric takes the accelerator and the precision; the items are below.
     preset = trainer_kwargs("auto", callbacks=None)
-    fabric = Fabric(devices=1, **{k: v for k, v in preset.items() if k != "callbacks"})
+    kept = ("accelerator", "precision")
+    fabric = Fabric(devices=1, **{key: preset[key] for key in kept if key in preset})
     fabric.launch()
     seed_everything(0)
     net = network()
@@ -75,6 +77,7 @@ def main() -> None:
         items.enter_context(debug_aids_off())
         items.enter_context(matmul_precision("high"))
         watch = items.enter_context(cudnn_benchmark(net))
+        collector = items.enter_context(garbage_collection(50))
         # Before the optimizer is built and Fabric wraps the model; then the rest.
         convert = items.enter_context(channels_last(net))
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
@@ -92,6 +95,7 @@ def main() -> None:
                 loss: Tensor = nn.functional.cross_entropy(model(convert(watch(images))), labels)
                 fabric.backward(loss)
                 optimizer.step()
+                collector.step()
             fabric.print(f"epoch {epoch + 1}: accuracy {accuracy(model, val, convert):.1%}")
         seconds = time.perf_counter() - start
     fabric.print(

@@ -69,4 +69,4 @@ class Classifier(LightningModule):
 
 
 if __name__ == "__main__":
-    LightningCLI(Classifier, Digits, seed_everything_default=0)
+    LightningCLI(Classifier, Digits, seed_everything_default=0, save_config_callback=None)
