@@ -12,6 +12,10 @@ import psutil
 
 MARK = "LIGHTNING_PERF_TEST_RANKS"
 
+# torchrun asks for unbuffered output, in which the words of one rank's `print` come between those
+# of another's.
+_WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 SLURM = {
@@ -43,10 +47,8 @@ def run_ranks(
     rank that hangs would hold a pipe open.
     """
     path, output, tests = folder / "script.py", folder / "output.txt", Path(__file__).parent
-    path.write_text(script)
-    # Unbuffered, the words of one rank's `print` come between those of another's.
-    unwanted = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
-    variables = {name: value for name, value in os.environ.items() if name not in unwanted}
+    path.write_text(_WHOLE_LINES + script)
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {
         "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'callbacks'}",
         "GLOO_SOCKET_IFNAME": "lo",
