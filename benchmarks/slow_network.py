@@ -306,8 +306,10 @@ def main() -> None:
     for link in arguments.links:
         print(f"{link} ", end="", flush=True)
         rows += summary(link, on_both_hosts(LINKS[link], [*options, "--learn", "0"]))
-    print("learning ", end="", flush=True)
-    learned = on_both_hosts(None, ["--learn", str(arguments.learn)]) if arguments.learn else []
+    learned = []
+    if arguments.learn:
+        print("learning ", end="", flush=True)
+        learned = on_both_hosts(None, ["--learn", str(arguments.learn)])
     print(table(rows))
     for row in learned:
         print(f"{row['case']}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.3f}")
