@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -299,6 +300,7 @@ def main() -> None:
     if arguments.work:
         work(arguments)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed
     if not 2 <= arguments.rounds <= 10:
         parser.error(f"--rounds {arguments.rounds}: 2 to 10 are needed for an interval")
     options = ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
