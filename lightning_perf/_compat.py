@@ -205,10 +205,10 @@ def process_launcher(strategy: ParallelStrategy, start_method: str) -> Any:
     The launchers are private classes, although each strategy must choose one (2.5.0 - 2.6.6).
     """
     if start_method != "popen":
-        return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+        return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]  # any of str
     environment = strategy.cluster_environment
     devices, nodes = len(strategy.parallel_devices or []), getattr(strategy, "num_nodes", 1)
-    return _SubprocessScriptLauncher(environment, devices, nodes)  # type: ignore[arg-type]
+    return _SubprocessScriptLauncher(environment, devices, nodes)  # type: ignore[arg-type]  # set by then
 
 
 def join_process_group(strategy: ParallelStrategy, backend: str | None, timeout: timedelta) -> None:
@@ -218,11 +218,12 @@ def join_process_group(strategy: ParallelStrategy, backend: str | None, timeout:
     is private, as is the one that chooses the backend. The rank by which `rank_zero_info` and its
     like decide is an attribute that is not declared (2.5.0 - 2.6.6).
     """
-    rank_zero_only.rank = strategy.global_rank  # type: ignore[attr-defined]
+    rank_zero_only.rank = strategy.global_rank  # type: ignore[attr-defined]  # not declared
     device, environment = strategy.root_device, strategy.cluster_environment
     chosen = backend or _get_default_process_group_backend_for_device(device)
     device_id = device if device.type != "cpu" else None
-    _init_dist_connection(environment, chosen, timeout=timeout, device_id=device_id)  # type: ignore[arg-type]
+    kwargs: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
+    _init_dist_connection(environment, chosen, **kwargs)  # type: ignore[arg-type]  # set by then
 
 
 def _data_loops(trainer: Trainer) -> tuple[Any, ...]:

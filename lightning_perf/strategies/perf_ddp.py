@@ -309,7 +309,8 @@ class PerfDDPStrategy(EndsAlone):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, and keep the state of the hook until the model is wrapped."""
         # The arguments are not the same in all versions of Lightning.
-        self._loaded = checkpoint = super().load_checkpoint(*args, **kwargs)
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._loaded = {key: checkpoint[key] for key in (hook_state.KEY,) if key in checkpoint}
         return checkpoint
 
     def teardown(self) -> None:

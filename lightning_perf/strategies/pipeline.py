@@ -215,7 +215,7 @@ class PipelineStrategy(SameBatchesStrategy):
         for name, value, flags, options in logged:
             module.log(name, value.to(device), *flags, **options)
         loss: Tensor = mean.to(device).requires_grad_()
-        loss.register_hook(  # type: ignore[no-untyped-call]
+        loss.register_hook(  # type: ignore[no-untyped-call]  # torch has no types here
             lambda factor: weights.add_gradients(gradients, factor)
         )
         return loss

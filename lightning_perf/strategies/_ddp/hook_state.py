@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_perf.strategies.comm_hooks import CommHook
+from lightning_perf.strategies.comm_hooks.base import ErrorFeedback
 
 KEY = "lightning_perf.comm_hook"
 
@@ -31,10 +32,11 @@ def restore(hook: CommHook, saved: Mapping[str, Any] | None) -> None:
         RuntimeError: The state is that of another hook, or of another number of ranks.
     """
     if saved is None:
-        rank_zero_warn(
-            f"The checkpoint holds no state of the communication hook '{hook.name}'. It starts "
-            f"anew: with {hook.start_iter} plain steps and without the error of the steps before."
-        )
+        if hook.start_iter or isinstance(hook, ErrorFeedback):
+            rank_zero_warn(
+                f"The checkpoint holds no state of the communication hook '{hook.name}'. It starts "
+                f"anew: with {hook.start_iter} plain steps, and without what compression lost."
+            )
         return
     way_out = (
         "Resume with the same hook and as many ranks, or pass save_hook_state=False to start "

@@ -181,7 +181,7 @@ def traced_part(
         )
 
     def cut(*_: Any) -> None:
-        pipe_split()  # type: ignore[no-untyped-call]
+        pipe_split()  # type: ignore[no-untyped-call]  # torch has no types here
 
     handles = [network.get_submodule(point).register_forward_pre_hook(cut) for point in points]
     device = next(network.parameters()).device.type

@@ -152,6 +152,11 @@ class ErrorFeedback(CommHook):
         super().__init__(start_iter=start_iter)
         self._kept: dict[str, dict[str, Tensor]] = {}
 
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """See `CommHook.register`."""
+        super().register(ddp)
+        self._dense = {name for parameter, name in self._names.items() if _is_dense(parameter)}
+
     def compressed(self, bucket: GradBucket) -> Complete:
         """Start to average one bucket; what is no matrix, or would not shrink, as it is."""
         parameters = bucket.parameters()
@@ -162,7 +167,9 @@ class ErrorFeedback(CommHook):
         rest: list[Tensor] = []
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
             name = self._names[parameter]
-            gradient = _as_in_memory(gradient, parameter)
+            if name in self._dense:
+                # The bucket says that they are contiguous; DDP keeps the parameter's strides.
+                gradient = gradient.as_strided(parameter.shape, parameter.stride())
             if gradient.dim() >= 2 and self.shrinks(*_rows_and_columns(gradient)):
                 matrices.append(Matrix(name, gradient, self.kept("error", name, gradient)))
             else:
@@ -262,10 +269,6 @@ def _rows_and_columns(gradient: Tensor) -> tuple[int, int]:
     return rows, gradient.numel() // max(rows, 1)
 
 
-def _as_in_memory(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view with the parameter's strides, as DDP lays gradients out in a bucket.
-
-    The bucket says that they are contiguous. DDP keeps strides that leave no gap, as NHWC does.
-    """
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return gradient.as_strided(parameter.shape, parameter.stride()) if dense else gradient
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the strides leave no gap, as in NCHW and NHWC."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -84,19 +84,13 @@ class PowerSGDHook(ErrorFeedback):
 
     def second_factor(self, matrix: Matrix) -> Tensor:
         """Return an orthogonal Q to start from: of the step before, or random, alike on ranks."""
-        random = self._random(matrix)
-        factor = self.kept("factor", matrix.name, random)
-        return _orthogonal(random if factor is None else factor)
-
-    def keep_factor(self, matrix: Matrix, factor: Tensor, trusted: Tensor) -> None:
-        """Keep the new Q to start from, or, where it is not trusted, a random one again."""
-        self.keep("factor", matrix.name, torch.where(trusted, factor, self._random(matrix)))
-
-    def _random(self, matrix: Matrix) -> Tensor:
-        """Return numbers that depend on the name only, and so are the same on all ranks."""
         shape = matrix.values.shape[1], self.matrix_approximation_rank
-        generator = torch.Generator().manual_seed(crc32(matrix.name.encode()))
-        return torch.randn(shape, generator=generator).to(matrix.values)
+        factor = self.kept("factor", matrix.name, matrix.values.new_empty(shape))
+        if factor is None:
+            # Numbers that depend on the name only.
+            generator = torch.Generator().manual_seed(crc32(matrix.name.encode()))
+            factor = torch.randn(shape, generator=generator).to(matrix.values)
+        return _orthogonal(factor)
 
 
 class _OnTheWay:
@@ -106,7 +100,9 @@ class _OnTheWay:
         self, hook: PowerSGDHook, buffer: Tensor, matrices: list[Matrix], rest: list[Tensor]
     ) -> None:
         self.hook, self.buffer, self.matrices, self.rest = hook, buffer, matrices, rest
-        firsts = [matrix.values @ hook.second_factor(matrix) for matrix in matrices]
+        self.starts = [hook.second_factor(matrix) for matrix in matrices]
+        pairs = zip(matrices, self.starts, strict=True)
+        firsts = [matrix.values @ start for matrix, start in pairs]
         first_sum = packed(firsts, buffer)
         self.firsts = unpacked(first_sum, firsts)
         self.rest_sum = packed(rest, buffer).div_(hook.ranks)
@@ -127,10 +123,11 @@ class _OnTheWay:
         """Put the products into the bucket, and keep what they lack."""
         for work in self.works:
             work.wait()
-        for matrix, first, second in zip(self.matrices, self.firsts, self.seconds, strict=True):
+        factors = zip(self.matrices, self.starts, self.firsts, self.seconds, strict=True)
+        for matrix, start, first, second in factors:
             trusted = first.isfinite().all() & second.isfinite().all()
             product = first @ second.T
-            self.hook.keep_factor(matrix, second, trusted)
+            self.hook.keep("factor", matrix.name, torch.where(trusted, second, start))
             self.hook.keep_error(matrix, product, trusted)
             matrix.values.copy_(product)
         for gradient, mean in zip(self.rest, unpacked(self.rest_sum, self.rest), strict=True):
