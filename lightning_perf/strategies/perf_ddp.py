@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 from lightning_perf import NoEffectWarning, _compat
 from lightning_perf.strategies._ddp import hook_state
 from lightning_perf.strategies._ddp.broken_runs import EndsAlone
-from lightning_perf.strategies._ddp.static_graph import static_graph_fails, unequal_gradients
+from lightning_perf.strategies._ddp.loss_scale import LossScale
+from lightning_perf.strategies._ddp.static_graph import Proof, static_graph_fails
 from lightning_perf.strategies._ddp.traffic import count_plain, told
-from lightning_perf.strategies._ddp.uneven import Uneven, even
+from lightning_perf.strategies._ddp.uneven import Uneven, even, require_batches
 from lightning_perf.strategies._ddp.unused import UnusedSearch
 from lightning_perf.strategies.comm_hooks import CommHook, Traffic
 from lightning_perf.strategies.comm_hooks.named import named_hook, require_fitting
@@ -35,10 +36,6 @@ _BROADCAST_BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-
-# First steps in which the gradients of all ranks are compared under a static graph: PyTorch was
-# seen to stop averaging in the second window.
-_PROOFS = 3
 
 
 class PerfDDPStrategy(EndsAlone):
@@ -58,7 +55,7 @@ class PerfDDPStrategy(EndsAlone):
         uneven: What to do where ranks have different numbers of training batches, at which they
             would wait for each other for ever: ``"error"`` names them, ``"join"`` ends the epoch
             with the first rank that ends. Loaders without a length are compared at each batch;
-            ``None`` spares that.
+            ``None`` spares that. Evaluation may be uneven, if each rank has a batch.
         ddp_comm_state: First argument of a hook that is a function.
         ddp_comm_wrapper: Applied to a hook that is a function.
         model_averaging_period: Steps between averaging, for PyTorch's post-local SGD.
@@ -148,7 +145,8 @@ class PerfDDPStrategy(EndsAlone):
         """
         self._loaded: Mapping[str, Any] | None = None
         self._search: UnusedSearch | None = None
-        self._unproven = 0
+        self._proof: Proof | None = None
+        self._loss_scale: LossScale | None = None
 
     @contextmanager
     def accumulate(self, *, sync: bool) -> Iterator[None]:
@@ -195,7 +193,7 @@ class PerfDDPStrategy(EndsAlone):
                     f"{reason} (tried on two layers with PyTorch {torch.__version__}). Pass "
                     "static_graph=False, or do not accumulate."
                 )
-            self._unproven = _PROOFS
+            self._proof = Proof()
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -232,14 +230,15 @@ class PerfDDPStrategy(EndsAlone):
         self._say(f"gradients are averaged by the hook '{hook.name}'{start}")
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Make training loaders end on all ranks at once."""
+        """Make training loaders end on all ranks at once, and all others begin on all ranks."""
         dataloader = super().process_dataloader(dataloader)
         module = self.lightning_module
         if self.uneven is None or self.world_size == 1 or module is None:
             return dataloader
-        if not module.trainer.training:
-            return dataloader
-        return even(dataloader, self.uneven, module.trainer.limit_train_batches)
+        if module.trainer.training:
+            return even(dataloader, self.uneven, module.trainer.limit_train_batches)
+        require_batches(dataloader, module.trainer.state.stage)
+        return dataloader
 
     def optimizer_step(
         self,
@@ -248,23 +247,15 @@ class PerfDDPStrategy(EndsAlone):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Step; in the first steps with a static graph, compare the gradients of the ranks."""
-        module = self.lightning_module
-        if self._unproven <= 0 or module is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._unproven -= 1
-
-        def proven() -> Any:
-            output = closure()
-            differ = unequal_gradients(module)
-            if differ:
-                raise RuntimeError(
-                    "static_graph=True was asked for, and the gradients of the ranks differ: "
-                    f"{', '.join(differ[:5])}. Pass static_graph=False."
-                )
-            return output
-
-        return super().optimizer_step(optimizer, proven, model, **kwargs)
+        """Step; compare gradients under a static graph first; rescale what a hook keeps after."""
+        if self._proof is not None and self.lightning_module is not None:
+            closure = self._proof.around(closure, self.lightning_module)
+        if self.comm_hook is not None and self._loss_scale is None:
+            self._loss_scale = LossScale(self.precision_plugin)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.comm_hook is not None and self._loss_scale is not None:
+            self._loss_scale.follow(self.comm_hook)
+        return output
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Count what was averaged, and look which parameters got gradients."""
@@ -322,7 +313,7 @@ class PerfDDPStrategy(EndsAlone):
                 count_plain(model, self.gradient_traffic)
             if self.gradient_traffic.steps and self.world_size > 1:
                 self._say(told(self.gradient_traffic, model, hooked=self.comm_hook is not None))
-        self._loaded = None
+        self._loaded = self._proof = self._loss_scale = None
         super().teardown()
 
     def _say(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Training with `PerfDDPStrategy` on two ranks with gloo, and what it sends."""
+"""Training with `PerfDDPStrategy` on several ranks with gloo, and what it sends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from ranks import TORCHRUN, run_ranks
 
 START = """
-import copy, sys, warnings
+import copy, os, sys, warnings
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch import nn
 from strategies.traffic import Wire
 from lightning_perf.strategies import PerfDDPStrategy
 from lightning_perf.strategies.comm_hooks import Traffic
+
+RANKS = int(os.environ.get("WORLD_SIZE", 2))
 
 class Record(Callback):
     '''What each optimizer step sent, and whether the ranks' parameters are bit-identical.'''
@@ -28,9 +30,9 @@ class Record(Callback):
             wire = self.wire
             self.steps.append({name: (wire.calls[name], wire.bytes[name]) for name in wire.calls})
             mine = torch.cat([p.detach().flatten() for p in module.parameters()])
-            both = [torch.empty_like(mine) for _ in range(2)]
-            dist.all_gather(both, mine)
-            self.equal.append(torch.equal(*both))
+            all_ = [torch.empty_like(mine) for _ in range(RANKS)]
+            dist.all_gather(all_, mine)
+            self.equal.append(all(torch.equal(mine, other) for other in all_))
             wire.clear()
     def on_train_end(self, trainer, module):
         self.wire.__exit__(None, None, None)
@@ -41,7 +43,9 @@ def fit(module, hook=None, samples=80, ckpt_path=None, callbacks=(), strategy=No
     if strategy is None:
         start = 0 if hook else None
         strategy = PerfDDPStrategy(hook, bucket_cap_mb=0.002, start_powerSGD_iter=start)
-    t = trainer(**{"devices": 2, "strategy": strategy, "callbacks": [record, *callbacks], **kwargs})
+    t = trainer(
+        **{"devices": RANKS, "strategy": strategy, "callbacks": [record, *callbacks], **kwargs}
+    )
     t.fit(module, images(samples=samples), ckpt_path=ckpt_path)
     t.record = record
     assert all(record.equal)
@@ -49,9 +53,10 @@ def fit(module, hook=None, samples=80, ckpt_path=None, callbacks=(), strategy=No
 """
 
 
-def ran(script: str, folder: Path) -> None:
-    """Both ranks reach the end of a script."""
+def ran(script: str, folder: Path, ranks: int = 2) -> None:
+    """All ranks reach the end of a script."""
     script += "\nprint(f'held on rank {dist.get_rank()}', flush=True)\n"
-    output = run_ranks(START + script, folder, launcher=TORCHRUN, environ={"OMP_NUM_THREADS": "1"})
-    assert "held on rank 0" in output
-    assert "held on rank 1" in output
+    launcher = (*TORCHRUN[:-1], f"--nproc-per-node={ranks}")
+    output = run_ranks(START + script, folder, launcher=launcher, environ={"OMP_NUM_THREADS": "1"})
+    for rank in range(ranks):
+        assert f"held on rank {rank}" in output

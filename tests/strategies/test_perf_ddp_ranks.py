@@ -129,6 +129,79 @@ assert len(said) == (dist.get_rank() == 0)
     )
 
 
+def test_three_ranks_learn_as_one_process(tmp_path: Path) -> None:
+    """Without a hook as one process that averages their batches; with each hook alike."""
+    ran(
+        """
+def learned(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+torch.manual_seed(1)
+alone = Classifier(mlp()).double()
+start = copy.deepcopy(alone.state_dict())
+batches = list(images(samples=24 * RANKS))
+
+class Mine(Classifier):
+    def training_step(self, batch, batch_idx):
+        x, y = batches[RANKS * batch_idx + dist.get_rank()]
+        return super().training_step((x.double(), y), batch_idx)
+
+final = {}
+for hook in (None, "fp16", "bf16", "powersgd", "onebit"):
+    module = Mine(mlp()).double()
+    module.load_state_dict(start)
+    t = fit(module, hook, samples=24 * RANKS, max_epochs=1, limit_train_batches=len(batches) // 3)
+    assert len(t.record.equal) == len(batches) // 3, len(t.record.equal)
+    final[hook] = learned(module)
+
+optimizer = alone.configure_optimizers()
+for step in range(len(batches) // 3):
+    optimizer.zero_grad()
+    for x, y in batches[RANKS * step : RANKS * (step + 1)]:
+        (alone.loss((x.double(), y)) / RANKS).backward()
+    optimizer.step()
+expected = learned(alone)
+assert not torch.allclose(expected, learned(Mine(mlp()).double()))
+torch.testing.assert_close(final[None], expected, rtol=1e-9, atol=1e-9)
+for hook, tolerance in (("fp16", 2e-3), ("bf16", 2e-2), ("powersgd", 0.2), ("onebit", 0.2)):
+    assert (final[hook] - expected).abs().max() < tolerance, hook
+""",
+        tmp_path,
+        ranks=3,
+    )
+
+
+def test_what_a_hook_keeps_follows_the_scaler(tmp_path: Path) -> None:
+    """In powers of two a changing loss scale is exact, so it must not change what is learned."""
+    ran(
+        """
+from contextlib import nullcontext
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_perf.strategies.comm_hooks.base import ErrorFeedback
+
+class Scaled(MixedPrecision):
+    def forward_context(self):
+        return nullcontext()
+
+def run(hook, every):
+    torch.manual_seed(1)
+    module = Classifier(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=every)
+    fit(module, hook, precision=None, plugins=[Scaled("16-mixed", "cpu", scaler)])
+    assert (scaler.get_scale() > 64) == (every == 2)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+for hook in ("powersgd", "onebit"):
+    torch.testing.assert_close(run(hook, 2), run(hook, 1000), rtol=1e-5, atol=1e-6)
+    # Otherwise what is kept is too small after each change.
+    rescale, ErrorFeedback.rescale = ErrorFeedback.rescale, lambda self, factor: None
+    assert (run(hook, 2) - run(hook, 1000)).abs().max() > 1e-3
+    ErrorFeedback.rescale = rescale
+""",
+        tmp_path,
+    )
+
+
 def test_no_sync_averages_once_a_window(tmp_path: Path) -> None:
     ran(
         """

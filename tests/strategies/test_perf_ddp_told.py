@@ -173,3 +173,41 @@ assert len(run(DataLoader(Stream(12), batch_size=4), None).losses) == 6
 """,
         tmp_path,
     )
+
+
+def test_evaluation_may_be_uneven_but_not_empty(tmp_path: Path) -> None:
+    ran(
+        """
+from torch.utils.data import DataLoader, Subset
+
+rank, data = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]), images().dataset
+
+def some(batches):
+    return DataLoader(Subset(data, range(4 * batches)), batch_size=4)
+
+def run(batches):
+    torch.manual_seed(1)
+    module = Classifier(conv_net())
+    t = trainer(devices=2, use_distributed_sampler=False, max_epochs=2,
+                strategy=PerfDDPStrategy(timeout=__import__("datetime").timedelta(seconds=30)))
+    t.fit(module, some(4), some(batches))
+    t.validate(module, some(batches), verbose=False)
+    buffers = torch.cat([b.detach().flatten().double() for b in module.buffers()])
+    return module.losses, buffers
+
+even, uneven = run(2), run((4, 2)[rank])
+assert even[0] == uneven[0]
+assert torch.equal(even[1], uneven[1])
+for stage in ("fit", "validate", "test", "predict"):
+    t = trainer(devices=2, use_distributed_sampler=False, strategy=PerfDDPStrategy())
+    loaders = (some(4), some((1, 0)[rank])) if stage == "fit" else (some((1, 0)[rank]),)
+    try:
+        getattr(t, stage)(Classifier(conv_net()), *loaders)
+    except RuntimeError as error:
+        assert "rank 1 has no batches, and other ranks have" in str(error), error
+    else:
+        raise AssertionError(stage)
+    dist.barrier()
+""",
+        tmp_path,
+    )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 _WINDOWS = 3
+
+# First steps in which the gradients of all ranks are compared: PyTorch was seen to stop averaging
+# in the second window.
+_PROOFS = 3
 
 
 def static_graph_fails(batches: int, device: torch.device) -> str | None:
@@ -47,6 +54,36 @@ def static_graph_fails(batches: int, device: torch.device) -> str | None:
             if parameter.grad is None or not torch.allclose(parameter.grad, mean, rtol=1e-4):
                 return f"gradients are not averaged over the ranks in window {window + 1}"
     return None
+
+
+class Proof:
+    """Compares the gradients of the ranks in the first steps of a run."""
+
+    def __init__(self) -> None:
+        self._left = _PROOFS
+
+    def around(self, closure: Callable[[], Any], module: LightningModule) -> Callable[[], Any]:
+        """Return a closure that raises where gradients differ; every rank must call both.
+
+        Args:
+            closure: Forward and backward pass before a step of the optimizer.
+            module: The module whose gradients it computes.
+        """
+        if self._left <= 0:
+            return closure
+        self._left -= 1
+
+        def proven() -> Any:
+            output = closure()
+            differ = unequal_gradients(module)
+            if differ:
+                raise RuntimeError(
+                    "static_graph=True was asked for, and the gradients of the ranks differ: "
+                    f"{', '.join(differ[:5])}. Pass static_graph=False."
+                )
+            return output
+
+        return proven
 
 
 def unequal_gradients(module: nn.Module) -> list[str]:

@@ -28,12 +28,7 @@ def even(loader: Any, uneven: Uneven, limit: float) -> Any:
     Raises:
         RuntimeError: The lengths differ and ``uneven`` is ``"error"``.
     """
-    try:
-        mine: int | None = len(loader)
-    except (TypeError, NotImplementedError):
-        mine = None
-    lengths: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(lengths, mine)
+    lengths = _lengths(loader)
     known = [length for length in lengths if length is not None]
     if len(known) < len(lengths):
         return _AgreeingLoader(loader, uneven)
@@ -51,6 +46,38 @@ def even(loader: Any, uneven: Uneven, limit: float) -> Any:
         f"{min(known)}, and the others are left out."
     )
     return _ShorterLoader(loader, min(known))
+
+
+def require_batches(loader: Any, stage: object) -> None:
+    """Refuse an evaluation that some ranks would skip; every rank must call it.
+
+    Otherwise it may be uneven: ranks talk to each other before and after it only.
+
+    Args:
+        loader: This rank's loader, with or without a length.
+        stage: What to call the evaluation in the error.
+
+    Raises:
+        RuntimeError: Some ranks have no batches, and others have.
+    """
+    lengths = _lengths(loader)
+    empty = [rank for rank, length in enumerate(lengths) if length == 0]
+    if empty and len(empty) < len(lengths):
+        raise RuntimeError(
+            f"{stage}: rank {', '.join(map(str, empty))} has no batches, and other ranks have. "
+            "They would wait for it at the end. Give each rank at least one."
+        )
+
+
+def _lengths(loader: Any) -> list[int | None]:
+    """Return how many batches each rank's loader has, ``None`` where that is unknown."""
+    try:
+        mine: int | None = len(loader)
+    except (TypeError, NotImplementedError):
+        mine = None
+    lengths: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(lengths, mine)
+    return lengths
 
 
 class _Loader:
