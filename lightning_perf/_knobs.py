@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.autograd.profiler import emit_itt, emit_nvtx
 
 from lightning_perf import _float32_precision
+from lightning_perf.launch.kernel_files import format_cpu_list, parse_cpu_list
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,39 @@ def _save_ranges(emitter: type[emit_nvtx] | type[emit_itt], kind: str) -> Callab
 
 def _write_cudnn(name: str, value: bool) -> None:
     setattr(torch.backends.cudnn, name, value)
+
+
+def _threads_of_process() -> list[int]:
+    with suppress(OSError):
+        return [int(name) for name in os.listdir("/proc/self/task")]
+    return [0]
+
+
+def _read_cpu_affinity() -> str | None:
+    # Windows and macOS have no such call.
+    return format_cpu_list(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _bind(cpus_of: dict[int, Iterable[int]], others: Iterable[int]) -> None:
+    for thread in _threads_of_process():
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, cpus_of.get(thread, others))
+
+
+def _write_cpu_affinity(cpus: str) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        raise RuntimeError(f"cpu_affinity={cpus!r} was asked for; this system cannot bind threads.")
+    _bind({}, parse_cpu_list(cpus))
+
+
+def _save_cpu_affinity() -> Callable[[], None]:
+    if not hasattr(os, "sched_getaffinity"):
+        return lambda: None
+    before: dict[int, Iterable[int]] = {}
+    for thread in _threads_of_process():
+        with suppress(ProcessLookupError):
+            before[thread] = os.sched_getaffinity(thread)
+    return partial(_bind, before, os.sched_getaffinity(0))
 
 
 def _write_gc_enabled(on: bool) -> None:
@@ -220,6 +255,12 @@ KNOBS: dict[str, Knob] = {
         torch.get_num_threads,
         torch.set_num_threads,
         "Threads that one operation on the CPU may use.",
+    ),
+    "cpu_affinity": Knob(
+        _read_cpu_affinity,
+        _write_cpu_affinity,
+        "Logical CPUs the threads of this process may run on, such as '0-3,8'; read of this one.",
+        _save_cpu_affinity,
     ),
     "gc_enabled": Knob(
         gc.isenabled,

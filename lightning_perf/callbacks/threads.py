@@ -156,6 +156,8 @@ class Threads(PerfCallback):
         """Return the reason: the user or a launcher has decided, or the number is right already."""
         hardware, ranks = detect(), 1
         if self.intra_op == "auto":
+            if getattr(trainer.strategy, "place", None) is not None:
+                return "CPUDDPStrategy has given each rank threads and cores of its own."
             mine = decided_elsewhere(os.environ, hardware, trainer.num_devices)
             for reason in _on_all_ranks(mine):
                 if reason is not None:

@@ -1,13 +1,18 @@
-"""Strategies for several processes. Importing this registers the name ``"perf_ddp"``."""
+"""Strategies for several processes.
+
+Importing this registers the names ``"perf_ddp"`` and ``"perf_ddp_cpu"``.
+"""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_perf.strategies.cpu_ddp import CPUDDPStrategy
 from lightning_perf.strategies.perf_ddp import PerfDDPStrategy
 from lightning_perf.strategies.pipeline import PipelineStrategy
 
-__all__ = ["PerfDDPStrategy", "PipelineStrategy"]
+__all__ = ["CPUDDPStrategy", "PerfDDPStrategy", "PipelineStrategy"]
 
-if "perf_ddp" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "perf_ddp", PerfDDPStrategy, description="Distributed data parallel of lightning_perf"
-    )
+for _name, _strategy in (("perf_ddp", PerfDDPStrategy), ("perf_ddp_cpu", CPUDDPStrategy)):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name, _strategy, description=f"{_strategy.__name__} of lightning_perf"
+        )

@@ -18,6 +18,7 @@ GPUS = {
 HOME = {
     "cpu": "old CPU",
     "cpu_bf16": "new CPU",
+    "cpu_ddp": "old CPU",
     "cuda_bf16": "H100",
     "cuda_ddp": "2 x H100",
     "cuda_fp16": "T4",

@@ -236,6 +236,18 @@ def test_an_error_of_a_collective_reaches_the_backward_pass(monkeypatch) -> None
         gradients(ddp, 0)
 
 
+def test_a_backend_without_the_type_is_named(monkeypatch) -> None:
+    def all_reduce(tensor: Tensor, **kwargs) -> None:
+        raise RuntimeError("Invalid scalar type")  # gloo of PyTorch 2.6
+
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    with pytest.raises(
+        RuntimeError,
+        match=r"'bf16' was asked for, and gloo of PyTorch .* does not average torch\.bfloat16",
+    ):
+        wrapped(mlp(), BF16Hook())
+
+
 @pytest.mark.parametrize("wrong", [{"start_iter": -1}, {"matrix_approximation_rank": 0}])
 def test_wrong_arguments_are_explained(wrong: dict) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* was asked for"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_perf.strategies.comm_hooks.base import CommHook, Complete
 
@@ -30,6 +32,24 @@ class CastHook(CommHook):
     """
 
     dtype: ClassVar[torch.dtype]
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """See `CommHook.register`; every rank must call it.
+
+        Raises:
+            RuntimeError: The backend does not average the type, as gloo of PyTorch 2.6 does not
+                bfloat16.
+        """
+        super().register(ddp)
+        trial = torch.zeros(1, dtype=self.dtype, device=next(ddp.parameters()).device)
+        try:
+            dist.all_reduce(trial, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The hook {self.name!r} was asked for, and {dist.get_backend(self._group)} of "
+                f"PyTorch {torch.__version__} does not average {self.dtype}: {error}. Use another "
+                "hook, or a newer PyTorch."
+            ) from error
 
     def compressed(self, bucket: GradBucket) -> Complete:
         """Start to average one bucket in half precision."""

@@ -1,0 +1,1 @@
+"""What `CPUDDPStrategy` is made of."""
