@@ -50,7 +50,8 @@ def run_ranks(
     path.write_text(_WHOLE_LINES + script)
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {
-        "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'callbacks'}",
+        # The package that lies beside the tests, wherever another one may be installed.
+        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, tests / "callbacks"))),
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
         MARK: str(folder),

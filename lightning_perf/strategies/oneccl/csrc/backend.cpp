@@ -1,0 +1,519 @@
+// The backend "ccl" of torch.distributed for CPU tensors, on Intel's oneCCL.
+//
+// What only moves data moves bytes, of any type. `engine.h` runs it all.
+
+#include <map>
+#include <tuple>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "engine.h"
+#include "pieces.h"
+#include "reduction.h"
+
+namespace lightning_perf {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Communicator = ccl::communicator;
+using Events = std::vector<ccl::event>;
+
+constexpr milliseconds kUnset{-1};  // of the options of a collective: the time-out of the group
+
+class CclBackend : public c10d::Backend {
+ public:
+  CclBackend(GroupPtr group)
+      : c10d::Backend(group->rank, group->size), group_(std::move(group)) {}
+
+  ~CclBackend() override {
+    try {
+      shutdown();
+    } catch (const std::exception& error) {
+      TORCH_WARN(error.what());
+    }
+  }
+
+  // Frees the group once what was submitted is over.
+  void shutdown() {
+    if (group_->pid != getpid()) return;  // a forked process has no part in it
+    // Callbacks of what is not over yet may be in Python.
+    std::optional<pybind11::gil_scoped_release> released;
+    if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+    Engine::get().close(group_);
+  }
+
+  const std::string getBackendName() const override { return "ccl"; }
+
+  // The methods without `override` are not there in all versions of PyTorch.
+  c10::intrusive_ptr<Options> getBackendOptions() {
+    return c10::make_intrusive<Options>("ccl", milliseconds(group_->timeout_ms));
+  }
+  void setTimeout(milliseconds timeout) { group_->timeout_ms = timeout.count(); }
+
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    const Piece piece = input(only(tensors, "broadcast"), "broadcast");
+    const int root = options.rootRank;
+    return submit(
+        OpType::BROADCAST, "broadcast", tensors, tensors, options.timeout,
+        [=](Events& events, const Communicator& communicator) {
+          if (piece.memory.nbytes() == 0) return;
+          events.push_back(ccl::broadcast(piece.data(), piece.memory.nbytes(),
+                                          ccl::datatype::uint8, root, communicator));
+        },
+        [=, mine = getRank()] {
+          if (root != mine) piece.put_back();
+        });
+  }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    only(tensors, "all_reduce");
+    return reduce_all(OpType::ALLREDUCE, tensors, options);
+  }
+
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override {
+    return reduce_all(OpType::ALLREDUCE_COALESCED, tensors, options);
+  }
+
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    const Piece piece = input(only(tensors, "reduce"), "reduce");
+    const Tensor numbers = numbers_of(piece, options.reduceOp);
+    const auto reduction = reduction_of(options.reduceOp, numbers.scalar_type(), "reduce");
+    const int root = options.rootRank, size = getSize();
+    const bool mine = root == getRank();
+    // Others than the root keep what they have.
+    const Tensor result = mine ? numbers : at::empty_like(numbers);
+    return submit(
+        OpType::REDUCE, "reduce", tensors, tensors, options.timeout,
+        [=](Events& events, const Communicator& communicator) {
+          if (result.numel() == 0) return;
+          events.push_back(ccl::reduce(
+              numbers.data_ptr(), result.data_ptr(), count_of(result, reduction), reduction.type,
+              reduction.operation, root, communicator,
+              attributes<ccl::reduce_attr, ccl::reduce_attr_id>(reduction)));
+        },
+        [=] {
+          if (!mine) return;
+          if (reduction.mean) divide(result, size);
+          piece.put_back();
+        });
+  }
+
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
+    return gather_all(OpType::ALLGATHER, outputs, inputs, options);
+  }
+
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override {
+    // Here the lists are by rank, and each holds one tensor for each input.
+    std::vector<Tensors> by_input(inputs.size());
+    for (const auto& of_rank : outputs) {
+      TORCH_CHECK_VALUE(of_rank.size() == inputs.size(), "ccl: all_gather_coalesced was asked for "
+                        "with ", inputs.size(), " inputs and ", of_rank.size(), " outputs.");
+      for (size_t index = 0; index < inputs.size(); ++index) {
+        by_input[index].push_back(of_rank[index]);
+      }
+    }
+    return gather_all(OpType::ALLGATHER_COALESCED, by_input, inputs, options);
+  }
+
+  WorkPtr _allgather_base(Tensor& output, Tensor& input,
+                          const c10d::AllgatherOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return gather_into(OpType::_ALLGATHER_BASE, outputs, inputs, options);
+  }
+
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override {
+    return gather_into(OpType::ALLGATHER_INTO_TENSOR_COALESCED, outputs, inputs, options);
+  }
+
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    const Tensor& out = only(outputs, "reduce_scatter");
+    TORCH_CHECK_VALUE(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == getSize(),
+                      "ccl: reduce_scatter takes one input for each of ", getSize(), " ranks.");
+    Tensors flat;
+    for (const Tensor& part : inputs[0]) {
+      TORCH_CHECK_VALUE(part.numel() == out.numel(), "ccl: reduce_scatter was asked for with "
+                        "inputs of ", part.numel(), " and an output of ", out.numel(),
+                        " elements. All must be alike: pad them.");
+      require_dense(part, "reduce_scatter");
+      flat.push_back(part.reshape({-1}));
+    }
+    Tensors all{at::cat(flat)};
+    return scatter_reduced(OpType::REDUCE_SCATTER, outputs, all, options);
+  }
+
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return scatter_reduced(OpType::_REDUCE_SCATTER_BASE, outputs, inputs, options);
+  }
+
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override {
+    return scatter_reduced(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, options);
+  }
+
+  WorkPtr alltoall_base(Tensor& output_, Tensor& input_, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override {
+    const char* name = "all_to_all_single";
+    const Piece in = input(input_, name), out = output(output_, name);
+    return exchange(OpType::ALLTOALL_BASE, name, {input_}, {output_}, options.timeout, {in}, {out},
+                    split(in, input_splits, name), split(out, output_splits, name));
+  }
+
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override {
+    std::vector<Piece> in, out;
+    return exchange(OpType::ALLTOALL, "all_to_all", inputs, outputs, options.timeout, in, out,
+                    parts_of(inputs, in, input, "all_to_all"),
+                    parts_of(outputs, out, output, "all_to_all"));
+  }
+
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    std::vector<Piece> in{input(only(inputs, "gather"), "gather")}, out;
+    Parts send(getSize()), receive(getSize());
+    send.set(options.rootRank, in[0].data(), in[0].memory.nbytes());
+    Tensors results;
+    if (options.rootRank == getRank()) {
+      TORCH_CHECK_VALUE(outputs.size() == 1, "ccl: gather takes one list of outputs.");
+      results = outputs[0];
+      receive = parts_of(results, out, output, "gather");
+    }
+    return exchange(OpType::GATHER, "gather", inputs, results, options.timeout, in, out, send,
+                    receive);
+  }
+
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override {
+    std::vector<Piece> in, out{output(only(outputs, "scatter"), "scatter")};
+    Parts send(getSize()), receive(getSize());
+    receive.set(options.rootRank, out[0].data(), out[0].memory.nbytes());
+    Tensors sent;
+    if (options.rootRank == getRank()) {
+      TORCH_CHECK_VALUE(inputs.size() == 1, "ccl: scatter takes one list of inputs.");
+      sent = inputs[0];
+      send = parts_of(sent, in, input, "scatter");
+    }
+    return exchange(OpType::SCATTER, "scatter", sent, outputs, options.timeout, in, out, send,
+                    receive);
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    return submit(OpType::BARRIER, "barrier", {}, {}, options.timeout,
+                  [](Events& events, const Communicator& communicator) { events.push_back(ccl::barrier(communicator)); });
+  }
+
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    const Piece piece = input(only(tensors, "send"), "send");
+    return transfer(OpType::SEND, "send", tensors, {}, peer, tag, [=](Events& events, const Communicator& communicator) {
+      events.push_back(ccl::send(piece.data(), piece.memory.nbytes(), ccl::datatype::uint8, peer,
+                                 communicator));
+    });
+  }
+
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    const Piece piece = output(only(tensors, "recv"), "recv");
+    return transfer(
+        OpType::RECV, "recv", {}, tensors, peer, tag,
+        [=](Events& events, const Communicator& communicator) {
+          events.push_back(ccl::recv(piece.data(), piece.memory.nbytes(), ccl::datatype::uint8,
+                                     peer, communicator));
+        },
+        [piece] { piece.put_back(); });
+  }
+
+ private:
+  using Start = std::function<void(Events&, const Communicator&)>;
+  using After = std::function<void()>;
+
+  WorkPtr submit(OpType type, const char* name, const Tensors& inputs, const Tensors& outputs,
+                 milliseconds timeout, Start start, After after = {}, int peer = -1) {
+    auto job = std::make_shared<Job>();
+    job->group = group_;
+    job->work = c10::make_intrusive<Work>(getRank(), type, name, inputs, outputs);
+    int64_t elements = 0;
+    for (const Tensor& tensor : inputs.empty() ? outputs : inputs) elements += tensor.numel();
+    job->what = c10::str(name, " of ", elements, " elements on ", group_->name);
+    if (peer >= 0) job->what += c10::str(", with rank ", peer, " of it");
+    else ++sequence_;
+    job->timeout = timeout == kUnset ? milliseconds(group_->timeout_ms) : timeout;
+    job->peer = peer;
+    job->start = std::move(start);
+    job->after = std::move(after);
+    Engine::get().submit(job);
+    return job->work;
+  }
+
+  WorkPtr reduce_all(OpType type, Tensors& tensors, const c10d::AllreduceOptions& options) {
+    const char* name = "all_reduce";
+    struct Item {
+      Piece piece;
+      Tensor numbers;
+      Reduction reduction;
+    };
+    std::vector<Item> items;
+    for (const Tensor& tensor : tensors) {
+      const Piece piece = input(tensor, name);
+      const Tensor numbers = numbers_of(piece, options.reduceOp);
+      const auto reduction = reduction_of(options.reduceOp, numbers.scalar_type(), name);
+      if (numbers.numel() > 0) items.push_back({piece, numbers, reduction});
+    }
+    return submit(
+        type, name, tensors, tensors, options.timeout,
+        [=](Events& events, const Communicator& communicator) {
+          for (const auto& [piece, numbers, reduction] : items) {
+            events.push_back(ccl::allreduce(
+                numbers.data_ptr(), numbers.data_ptr(), count_of(numbers, reduction),
+                reduction.type, reduction.operation, communicator,
+                attributes<ccl::allreduce_attr, ccl::allreduce_attr_id>(reduction)));
+          }
+        },
+        [=, size = getSize()] {
+          for (const auto& [piece, numbers, reduction] : items) {
+            if (reduction.mean) divide(numbers, size);
+            piece.put_back();
+          }
+        });
+  }
+
+  WorkPtr gather_all(OpType type, const std::vector<Tensors>& outputs, const Tensors& inputs,
+                     const c10d::AllgatherOptions& options) {
+    const char* name = "all_gather";
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "ccl: ", name, " was asked for with ",
+                      inputs.size(), " inputs and ", outputs.size(), " lists of outputs.");
+    struct Item {
+      Piece in;
+      std::vector<Piece> out;
+      Parts parts;
+    };
+    std::vector<Item> items;
+    Tensors results;
+    for (size_t index = 0; index < inputs.size(); ++index) {
+      Item item{input(inputs[index], name), {}, Parts(getSize())};
+      item.parts = parts_of(outputs[index], item.out, output, name);
+      TORCH_CHECK_VALUE(item.parts.counts[getRank()] == item.in.memory.nbytes(), "ccl: ", name,
+                        " was asked for with an output for this rank, ", getRank(), ", of ",
+                        item.parts.counts[getRank()], " bytes and an input of ",
+                        item.in.memory.nbytes(), ".");
+      results.insert(results.end(), outputs[index].begin(), outputs[index].end());
+      items.push_back(std::move(item));
+    }
+    return submit(
+        type, name, inputs, results, options.timeout,
+        [=](Events& events, const Communicator& communicator) {
+          for (const auto& [in, out, parts] : items) {
+            const auto is_empty = [](size_t count) { return count == 0; };
+            if (std::all_of(parts.counts.begin(), parts.counts.end(), is_empty)) continue;
+            events.push_back(ccl::allgatherv(in.data(), in.memory.nbytes(), parts.buffers,
+                                             parts.counts, ccl::datatype::uint8, communicator));
+          }
+        },
+        [=] {
+          for (const auto& item : items) {
+            for (const Piece& piece : item.out) piece.put_back();
+          }
+        });
+  }
+
+  WorkPtr gather_into(OpType type, const Tensors& outputs, const Tensors& inputs,
+                      const c10d::AllgatherOptions& options) {
+    const char* name = "all_gather_into_tensor";
+    const auto pairs = matched(inputs, outputs, name, getSize(), 1);
+    return submit(
+        type, name, inputs, outputs, options.timeout,
+        [=](Events& events, const Communicator& communicator) {
+          for (const auto& [in, out] : pairs) {
+            if (in.memory.nbytes() == 0) continue;
+            events.push_back(ccl::allgather(in.data(), out.data(), in.memory.nbytes(),
+                                            ccl::datatype::uint8, communicator));
+          }
+        },
+        [=] {
+          for (const auto& [in, out] : pairs) out.put_back();
+        });
+  }
+
+  WorkPtr scatter_reduced(OpType type, const Tensors& outputs, const Tensors& inputs,
+                          const c10d::ReduceScatterOptions& options) {
+    const char* name = "reduce_scatter";
+    const auto pairs = matched(inputs, outputs, name, 1, getSize());
+    std::vector<std::tuple<Tensor, Tensor, Reduction>> items;
+    for (const auto& [in, out] : pairs) {
+      const Tensor from = numbers_of(in, options.reduceOp), to = numbers_of(out, options.reduceOp);
+      items.emplace_back(from, to, reduction_of(options.reduceOp, from.scalar_type(), name));
+    }
+    return submit(
+        type, name, inputs, outputs, options.timeout,
+        [=](Events& events, const Communicator& communicator) {
+          for (const auto& [from, to, reduction] : items) {
+            if (to.numel() == 0) continue;
+            events.push_back(ccl::reduce_scatter(
+                from.data_ptr(), to.data_ptr(), count_of(to, reduction), reduction.type,
+                reduction.operation, communicator,
+                attributes<ccl::reduce_scatter_attr, ccl::reduce_scatter_attr_id>(reduction)));
+          }
+        },
+        [=, size = getSize()] {
+          for (size_t index = 0; index < items.size(); ++index) {
+            const auto& [from, to, reduction] = items[index];
+            if (reduction.mean) divide(to, size);
+            pairs[index].second.put_back();
+          }
+        });
+  }
+
+  WorkPtr exchange(OpType type, const char* name, const Tensors& inputs, const Tensors& outputs,
+                   milliseconds timeout, const std::vector<Piece>& in,
+                   const std::vector<Piece>& out, const Parts& send, const Parts& receive) {
+    return submit(
+        type, name, inputs, outputs, timeout,
+        // `in` is kept as long as it is sent.
+        [=](Events& events, const Communicator& communicator) {
+          (void)in;
+          events.push_back(ccl::alltoallv(send.buffers, send.counts, receive.buffers,
+                                          receive.counts, ccl::datatype::uint8, communicator));
+        },
+        [=] {
+          for (const Piece& piece : out) piece.put_back();
+        });
+  }
+
+  WorkPtr transfer(OpType type, const char* name, const Tensors& inputs, const Tensors& outputs,
+                   int peer, int tag, Start start, After after = {}) {
+    TORCH_CHECK_VALUE(tag == 0, "ccl: ", name, " was asked for with tag ", tag,
+                      ". Messages between two ranks arrive in order, and have no tags.");
+    TORCH_CHECK_VALUE(peer >= 0 && peer < getSize() && peer != getRank(), "ccl: ", name,
+                      " was asked for with rank ", peer, " of ", getSize(), ", on rank ",
+                      getRank(), ".");
+    return submit(type, name, inputs, outputs, kUnset, std::move(start), std::move(after), peer);
+  }
+
+  // Makes pieces of one tensor for each rank, and returns where they are.
+  template <typename Make>
+  Parts parts_of(const Tensors& tensors, std::vector<Piece>& pieces, Make make, const char* name) {
+    TORCH_CHECK_VALUE(static_cast<int>(tensors.size()) == getSize(), "ccl: ", name,
+                      " was asked for with ", tensors.size(), " tensors for ", getSize(),
+                      " ranks.");
+    Parts parts(getSize());
+    for (int rank = 0; rank < getSize(); ++rank) {
+      pieces.push_back(make(tensors[rank], name));
+      parts.set(rank, pieces.back().data(), pieces.back().memory.nbytes());
+    }
+    return parts;
+  }
+
+  // Cuts a tensor into rows for each rank: as told, or equally many.
+  Parts split(const Piece& piece, const std::vector<int64_t>& rows, const char* name) {
+    const int64_t total = piece.memory.dim() ? piece.memory.size(0) : 0;
+    const auto told = rows.empty() ? std::vector<int64_t>(getSize(), total / getSize()) : rows;
+    int64_t sum = 0;
+    for (const int64_t part : told) sum += part;
+    TORCH_CHECK_VALUE(static_cast<int>(told.size()) == getSize() && sum == total, "ccl: ", name,
+                      " cannot split ", total, " rows among ", getSize(), " ranks as ", told, ".");
+    const size_t bytes = total ? piece.memory.nbytes() / total : 0;
+    Parts parts(getSize());
+    char* next = piece.data();
+    for (int rank = 0; rank < getSize(); ++rank) {
+      parts.set(rank, next, told[rank] * bytes);
+      next += told[rank] * bytes;
+    }
+    return parts;
+  }
+
+  // Pairs inputs with outputs, so many times as large and of the same type.
+  static std::vector<std::pair<Piece, Piece>> matched(const Tensors& inputs,
+                                                      const Tensors& outputs, const char* name,
+                                                      int times_in, int times_out) {
+    TORCH_CHECK_VALUE(inputs.size() == outputs.size(), "ccl: ", name, " was asked for with ",
+                      inputs.size(), " inputs and ", outputs.size(), " outputs.");
+    std::vector<std::pair<Piece, Piece>> pairs;
+    for (size_t index = 0; index < inputs.size(); ++index) {
+      const Tensor &in = inputs[index], &out = outputs[index];
+      TORCH_CHECK_VALUE(in.scalar_type() == out.scalar_type() &&
+                            in.numel() * times_in == out.numel() * times_out,
+                        "ccl: ", name, " was asked for with an input of ", in.numel(), " ",
+                        in.scalar_type(), " and an output of ", out.numel(), " ",
+                        out.scalar_type(), ", among ", std::max(times_in, times_out), " ranks.");
+      pairs.emplace_back(input(in, name), output(out, name));
+    }
+    return pairs;
+  }
+
+  const GroupPtr group_;
+  uint64_t sequence_ = 0;
+};
+
+// The stores by which the processes of a group find each other, where this process made them.
+std::map<std::string, std::shared_ptr<ccl::kvs>>& stores() {
+  static auto* made = new std::map<std::string, std::shared_ptr<ccl::kvs>>();
+  return *made;
+}
+
+constexpr milliseconds kOpen{60000};
+
+pybind11::bytes open_store() {
+  auto address = std::make_shared<std::string>();
+  {
+    pybind11::gil_scoped_release released;
+    Engine::get().call(
+        [address] {
+          const auto store = ccl::create_main_kvs();
+          const auto bytes = store->get_address();
+          address->assign(bytes.begin(), bytes.end());
+          stores()[*address] = store;
+        },
+        "opening a port", kOpen, {});
+  }
+  return *address;
+}
+
+c10::intrusive_ptr<c10d::Backend> create(const std::string& address, int rank, int size,
+                                         const std::string& name, int64_t timeout_ms,
+                                         const std::vector<std::tuple<int, int, int, std::string>>&
+                                             peers) {
+  auto group = std::make_shared<Group>();
+  group->rank = rank;
+  group->size = size;
+  group->name = name;
+  group->timeout_ms = timeout_ms;
+  for (const auto& [in_group, in_run, pid, started] : peers) {
+    group->peers.push_back({in_group, in_run, pid, started});
+  }
+  Engine::get().call(
+      [group, address] {
+        auto found = stores().find(address);
+        if (found == stores().end()) {
+          ccl::kvs::address_type bytes;
+          std::copy(address.begin(), address.end(), bytes.begin());
+          found = stores().emplace(address, ccl::create_kvs(bytes)).first;
+        }
+        group->communicator = ccl::create_communicator(group->size, group->rank, found->second);
+      },
+      "creating " + name, milliseconds(timeout_ms), group->peers);
+  Engine::get().add(group);
+  return c10::make_intrusive<CclBackend>(group);
+}
+
+}  // namespace lightning_perf
+
+PYBIND11_MODULE(lightning_perf_oneccl, module) {
+  namespace py = pybind11;
+  using namespace lightning_perf;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("open_store", &open_store);
+  module.def("create", &create, Release());
+  module.def(
+      "close_all",
+      [](int64_t limit_ms) { return Engine::get().close_all(milliseconds(limit_ms)); }, Release());
+}
