@@ -19,6 +19,12 @@ from lightning.pytorch import seed_everything
 
 from lightning_perf._knobs import read_knobs
 
+# Threads of OpenMP wait by spinning. The operations of tests are small: with two threads they take
+# longer, and several times as long where processes share the cores. Loading torch, above, has
+# started none yet; processes that tests start find the variable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 # Set by Lightning or torch on first use, and meant to stay.
 _LASTING_VARIABLES = {
     "PL_GLOBAL_SEED",
