@@ -8,15 +8,16 @@ import ctypes
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import psutil
 
-Read = Callable[[str], str]  # path of a text file -> its content, "" where there is none
+from lightning_perf.launch.kernel_files import Read, cgroup_folders, cpu_quota, read_text
+from lightning_perf.launch.topology import read_topology
+
 Capability = tuple[int, int]
 T = TypeVar("T")
 
@@ -135,19 +136,18 @@ def linux_host(cpus: frozenset[int], read: Read) -> Host:
         read: Returns the content of a text file, ``""`` if it cannot be read.
     """
     name, isa = parse_cpuinfo(read("/proc/cpuinfo"))
-    topology = "/sys/devices/system/cpu/cpu{}/topology/{}"
-    siblings = {cpu: read(topology.format(cpu, "thread_siblings_list")) for cpu in cpus}
-    packages = {read(topology.format(cpu, "physical_package_id")).strip() for cpu in cpus}
-    nodes = parse_cpu_list(read("/sys/devices/system/node/online"))
-    node_cpus = (read(f"/sys/devices/system/node/node{node}/cpulist") for node in nodes)
+    usable = read_topology(read, cpus).usable
+    # Without sysfs each hardware thread looks like a core.
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    knows_cores = any(read(siblings.format(cpu)) for cpu in cpus)
     return Host(
         isa=isa,
         cpu_name=name or _cpu_name(),
-        cores=count_cores(siblings) if any(siblings.values()) else _physical_cores(len(cpus)),
+        cores=len({cpu.core for cpu in usable}) if knows_cores else _physical_cores(len(cpus)),
         logical_cpus=len(cpus),
         quota=cpu_quota(read),
-        sockets=max(1, len(packages)),
-        numa_nodes=max(1, sum(not cpus.isdisjoint(parse_cpu_list(text)) for text in node_cpus)),
+        sockets=max(1, len({cpu.socket for cpu in usable})),
+        numa_nodes=max(1, len({cpu.node for cpu in usable})),
         memory=min(_total_memory(), memory_limit(read) or _total_memory()),
     )
 
@@ -167,14 +167,6 @@ def other_host() -> Host:
     )
 
 
-def read_text(path: str) -> str:
-    """Returns the content of a text file, ``""`` if it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     """Returns model name and features of the first processor in /proc/cpuinfo."""
     first: dict[str, str] = {}
@@ -183,64 +175,6 @@ def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
         first.setdefault(key.strip(), value.strip())
     flags = first.get("flags") or first.get("Features") or ""  # the second is Arm's word
     return first.get("model name", ""), frozenset(flags.split())
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """Parses the kernel's list format, such as ``0-3,8,10-11``."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
-def count_cores(siblings: dict[int, str]) -> int:
-    """Counts physical cores.
-
-    Args:
-        siblings: For each allowed logical CPU the list of those that share its core; ``""`` where
-            unknown, which counts as a core of its own.
-    """
-    return len({parse_cpu_list(text) or frozenset({cpu}) for cpu, text in siblings.items()})
-
-
-def cgroup_folders(membership: str, controller: str) -> Iterator[str]:
-    """Yields the folders whose limits hold for a process: its control group and all its parents.
-
-    Args:
-        membership: Content of /proc/self/cgroup.
-        controller: ``"cpu"`` or ``"memory"``.
-    """
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):  # version 1
-            root = f"/sys/fs/cgroup/{controller}"
-        elif not controllers:  # version 2
-            root = "/sys/fs/cgroup"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part]
-        # In a container the path may be the host's, unknown here; the root then holds the limit.
-        for depth in range(len(parts), -1, -1):
-            yield "/".join([root, *parts[:depth]])
-
-
-def parse_quota(text: str) -> float | None:
-    """Parses ``<microseconds of CPU time> <period>``; ``max`` and -1 mean unlimited."""
-    fields = text.split()
-    if len(fields) != 2 or fields[0] in ("max", "-1"):
-        return None
-    return int(fields[0]) / int(fields[1])
-
-
-def cpu_quota(read: Read) -> float | None:
-    """Returns the CPU quota of this process's control groups in CPUs, None if unlimited."""
-    quotas = []
-    for folder in cgroup_folders(read("/proc/self/cgroup"), "cpu"):
-        first_version = [read(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period")]
-        quotas += [parse_quota(read(f"{folder}/cpu.max")), parse_quota(" ".join(first_version))]
-    return min((quota for quota in quotas if quota), default=None)
 
 
 def memory_limit(read: Read) -> int | None:

@@ -16,13 +16,10 @@ import torch
 from lightning_perf import _hardware
 from lightning_perf._hardware import (
     Hardware,
-    count_cores,
-    cpu_quota,
     detect,
     linux_host,
     memory_limit,
     other_host,
-    parse_cpu_list,
     parse_cpuinfo,
 )
 
@@ -88,12 +85,6 @@ def test_a_node_without_cpus_is_not_counted() -> None:
     assert shape(host(machine(1, 4, 1, nodes=["0-3", ""]), range(4))) == (4, 4, 1, 1)
 
 
-def test_hybrid_cores_count_once_each_whether_they_have_smt_or_not() -> None:
-    siblings = {cpu: f"{cpu & ~1}-{cpu | 1}\n" for cpu in range(8)}
-    siblings |= {cpu: f"{cpu}\n" for cpu in range(8, 12)}
-    assert count_cores(siblings) == 4 + 4
-
-
 @pytest.mark.parametrize(
     ("cpus", "expected"),
     [
@@ -133,67 +124,10 @@ def test_cpuinfo_without_flags(text: str) -> None:
     assert parse_cpuinfo(text) == ("", frozenset())
 
 
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [
-        ("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}),
-        ("5", {5}),
-        ("0-0", {0}),
-        ("\n", set()),
-        ("", set()),
-    ],
-)
-def test_cpu_list(text: str, cpus: set[int]) -> None:
-    assert parse_cpu_list(text) == cpus
-
-
-V1 = "/sys/fs/cgroup/cpu"
 V1_MEMORY = "/sys/fs/cgroup/memory"
 V2 = "/sys/fs/cgroup"
 CGROUP_V1 = "4:memory:/docker/abc\n2:cpuacct,cpu:/docker/abc\n1:name=systemd:/docker/abc\n"
 CGROUP_V2 = "0::/job/step\n"
-QUOTAS = {
-    "version 2": (CGROUP_V2, {f"{V2}/job/step/cpu.max": "200000 100000\n"}, 2.0),
-    "version 2, fraction": (CGROUP_V2, {f"{V2}/job/step/cpu.max": "150000 100000\n"}, 1.5),
-    "version 2, unlimited": (CGROUP_V2, {f"{V2}/job/step/cpu.max": "max 100000\n"}, None),
-    "version 2, the parent limits": (
-        CGROUP_V2,
-        {f"{V2}/job/step/cpu.max": "max 100000\n", f"{V2}/job/cpu.max": "300000 100000\n"},
-        3.0,
-    ),
-    "version 2, the smallest counts": (
-        CGROUP_V2,
-        {f"{V2}/job/step/cpu.max": "400000 100000\n", f"{V2}/job/cpu.max": "300000 100000\n"},
-        3.0,
-    ),
-    "version 2, namespace": ("0::/\n", {f"{V2}/cpu.max": "50000 100000\n"}, 0.5),
-    "version 1": (
-        CGROUP_V1,
-        {
-            f"{V1}/docker/abc/cpu.cfs_quota_us": "250000\n",
-            f"{V1}/docker/abc/cpu.cfs_period_us": "100000\n",
-        },
-        2.5,
-    ),
-    "version 1, path of the host": (
-        CGROUP_V1,
-        {f"{V1}/cpu.cfs_quota_us": "400000\n", f"{V1}/cpu.cfs_period_us": "100000\n"},
-        4.0,
-    ),
-    "version 1, unlimited": (
-        CGROUP_V1,
-        {f"{V1}/cpu.cfs_quota_us": "-1\n", f"{V1}/cpu.cfs_period_us": "100000\n"},
-        None,
-    ),
-    "no control groups": ("", {}, None),
-}
-
-
-@pytest.mark.parametrize("case", QUOTAS)
-def test_cpu_quota(case: str) -> None:
-    membership, files, quota = QUOTAS[case]
-    files = {"/proc/self/cgroup": membership, **files}
-    assert cpu_quota(lambda path: files.get(path, "")) == quota
 
 
 @pytest.mark.parametrize(
