@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Not before: they are for Linux only.
     from lightning_perf.launch.machine import look_around
     from lightning_perf.launch.plan import make_plan
-    from lightning_perf.launch.run import CannotStart, as_shell, require_program, start
+    from lightning_perf.launch.run import CannotStartError, as_shell, require_program, start
 
     command = arguments.program
     if command[:1] == ["--"]:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = _asked(arguments)
     try:
         path = require_program(command)
-    except CannotStart as error:
+    except CannotStartError as error:
         print(f"lightning-perf launch: {error}", file=sys.stderr)
         return error.status
     preset, options = _options(arguments.preset)

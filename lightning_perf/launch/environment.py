@@ -103,7 +103,9 @@ def _preload(
     openmp = AUTO_OPENMP.use if options.openmp == "auto" else options.openmp
     if found := openmp_among(theirs):
         if openmp not in found:
-            settings.notes.append(f"LD_PRELOAD in the environment brings OpenMP: {theirs}.")
+            settings.notes.append(
+                f"LD_PRELOAD in the environment brings {found[0]} OpenMP, not {openmp}."
+            )
         openmp = found[0]
     elif openmp == "intel":
         path = _installed(machine, "intel", "openmp", options, settings)

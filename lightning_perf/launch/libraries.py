@@ -50,7 +50,12 @@ LIBRARIES = {
     "tcmalloc": Library(
         "tcmalloc",
         # The full library adds a heap profiler, which nobody asked for.
-        ("libtcmalloc_minimal.so.4", "libtcmalloc_minimal.so", "libtcmalloc.so.4", "libtcmalloc.so"),
+        (
+            "libtcmalloc_minimal.so.4",
+            "libtcmalloc_minimal.so",
+            "libtcmalloc.so.4",
+            "libtcmalloc.so",
+        ),
         "apt-get install libtcmalloc-minimal4",
     ),
     "intel": Library(

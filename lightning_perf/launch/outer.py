@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 # Launcher, local rank, ranks on this machine.
 _VARIABLES = (
@@ -96,7 +97,7 @@ def rank_starter(command: Sequence[str]) -> str | None:
     program = os.path.basename(command[0])
     if program in _RANK_STARTERS:
         return program
-    modules = [word for flag, word in zip(command, command[1:], strict=False) if flag == "-m"]
+    modules = [word for flag, word in pairwise(command) if flag == "-m"]
     return "torchrun" if modules and modules[0] in _TORCHRUN_MODULES else None
 
 

@@ -60,10 +60,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where one instance runs: None is anywhere; and the only GPU it may see, None is all."""
+    """Where one instance runs: None is anywhere; the only GPU it may see, None is all; its ranks.
+
+    As many ranks of one program share the machine, and know of each other.
+    """
 
     place: Placement | None = None
     gpu: GPU | None = None
+    ranks: int = 1
 
 
 def make_plan(
@@ -89,14 +93,14 @@ def make_plan(
     notes: list[str] = []
     seats, command = _seats(machine, options, command, environ, notes)
     processes = []
-    for index, seat in enumerate(seats):
+    for seat in seats:
         settings = environment(machine, options, seat.place, environ)
         if seat.gpu is not None:
             settings.variables["CUDA_VISIBLE_DEVICES"] = str(seat.gpu.index)
         binding, affinity = _binding(machine, options, seat.place, notes)
         promise = _promise(preset, options, seat.place, settings, bound=bool(binding or affinity))
-        if len(seats) > 1:
-            promise["instance"] = index
+        if seat.ranks > 1:
+            promise["ranks"] = seat.ranks
         settings.variables[PROMISE] = json.dumps(promise, separators=(",", ":"))
         notes += settings.notes
         processes.append(Process(settings.variables, (*binding, *command), affinity))
@@ -115,11 +119,9 @@ def _seats(
     starter = rank_starter(command)
     gpus = visible_gpus(machine.gpus, environ)
     if starter is not None:
-        nodes = {gpu.node for gpu in gpus} - {-1}
-        if starter == "torchrun" and len(nodes) > 1 and machine.torchrun_binds:
-            if options.numa == "gpu":
-                command = with_numa_binding(command)
-            return [_Seat()] * options.instances, command
+        binds = starter == "torchrun" and machine.torchrun_binds and options.numa == "gpu"
+        if binds and len({gpu.node for gpu in gpus} - {-1}) > 1:
+            return [_Seat()] * options.instances, with_numa_binding(command)
         notes.append(
             f"{starter} starts the ranks, so their cores and threads are left to it. To have them "
             f"decided for each rank, put the launcher behind it: {starter} ... "
@@ -130,7 +132,8 @@ def _seats(
     notes += topology.left_out()
     rank = local_rank(environ)
     if rank is not None:
-        return [_rank_seat(machine, topology, options, environ, rank, gpus, notes)], command
+        seat = _rank_seat(machine, topology, options, environ, rank, gpus, notes)
+        return [replace(seat, gpu=None, ranks=rank.ranks)], command
     if options.numa == "gpu":
         return _gpu_seats(topology, options.instances, gpus, notes), command
     by = _border(options)
@@ -251,8 +254,7 @@ def _binding(
         if machine.numactl == "works":
             return ("numactl", f"--physcpubind={listed}", f"--membind={memory}"), ()
         notes.append(
-            "Memory is not bound to NUMA nodes: numactl is not installed (apt-get install "
-            "numactl)."
+            "Memory is not bound to NUMA nodes: numactl is not installed (apt-get install numactl)."
             if machine.numactl == "missing"
             else "Memory is not bound to NUMA nodes: numactl may not do it here (a container "
             "needs the capability SYS_NICE). Each thread still allocates on its own node first."

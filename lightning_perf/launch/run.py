@@ -22,7 +22,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if os.name == "posix
 _PATIENCE = 30.0  # seconds that the others have to end before they are killed
 
 
-class CannotStart(RuntimeError):
+class CannotStartError(RuntimeError):
     """The program cannot be started; `status` is the exit status that shells give."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -34,7 +34,7 @@ def require_program(command: Sequence[str]) -> str:
     """Return the path of the program, before anything that would not find it hides the reason.
 
     Raises:
-        CannotStart: There is no such program, or it may not be executed.
+        CannotStartError: There is no such program, or it may not be executed.
     """
     program = command[0]
     path = shutil.which(program)
@@ -45,9 +45,9 @@ def require_program(command: Sequence[str]) -> str:
     if is_option or program.endswith(".py"):
         hint = f" Put the interpreter in front: python {shlex.join(command)}"
     if os.path.exists(program) and "/" in program:  # without a slash it is looked for in PATH
-        raise CannotStart(f"{program} may not be executed.{hint}", NOT_EXECUTABLE)
+        raise CannotStartError(f"{program} may not be executed.{hint}", NOT_EXECUTABLE)
     what = f"{program!r} is an option, not a program." if is_option else f"No program {program!r}."
-    raise CannotStart(what + hint, NOT_FOUND)
+    raise CannotStartError(what + hint, NOT_FOUND)
 
 
 def as_shell(plan: Plan) -> str:

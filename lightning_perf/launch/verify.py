@@ -142,7 +142,5 @@ def remark_on_this_process(preset: str) -> str | None:
     """Return what to tell the user about this process; None where there is no launcher for it."""
     if sys.platform != "linux":
         return None
-    effect = in_effect(
-        read_text("/proc/self/maps"), os.environ, frozenset(os.sched_getaffinity(0))
-    )
+    effect = in_effect(read_text("/proc/self/maps"), os.environ, frozenset(os.sched_getaffinity(0)))
     return remark(preset, os.environ, sys.orig_argv, effect)
