@@ -60,12 +60,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where one instance runs: None is anywhere; the only GPU it may see, None is all; its ranks.
+    """Where one instance runs.
 
-    As many ranks of one program share the machine, and know of each other.
+    Attributes:
+        place: Its cores, None for anywhere.
+        bound: Whether somebody has bound it to them already.
+        gpu: The only GPU it may see, None for all.
+        ranks: Ranks of its program on this machine that the launcher knows of.
     """
 
     place: Placement | None = None
+    bound: bool = False
     gpu: GPU | None = None
     ranks: int = 1
 
@@ -97,7 +102,7 @@ def make_plan(
         settings = environment(machine, options, seat.place, environ)
         if seat.gpu is not None:
             settings.variables["CUDA_VISIBLE_DEVICES"] = str(seat.gpu.index)
-        binding, affinity = _binding(machine, options, seat.place, notes)
+        binding, affinity = _binding(machine, options, seat, notes)
         promise = _promise(preset, options, seat.place, settings, bound=bool(binding or affinity))
         if seat.ranks > 1:
             promise["ranks"] = seat.ranks
@@ -145,7 +150,7 @@ def _seats(
         )
     visible = gpus if len(places) > 1 and gpus else ()
     return [
-        _Seat(place, visible[index % len(visible)] if visible else None)
+        _Seat(place, gpu=visible[index % len(visible)] if visible else None)
         for index, place in enumerate(places)
     ], command
 
@@ -191,10 +196,10 @@ def _rank_seat(
         notes.append(f"{rank.launcher} has bound this rank to CPUs {format_cpu_list(allowed)}.")
         (place,) = placements(topology, 1)
         if machine.parents_cpus is None:
-            return _Seat(place)
+            return _Seat(place, bound=True)
         # Ranks that are bound to one NUMA node may share it.
         share = len(place.cpus) * len(machine.parents_cpus) // (len(allowed) * rank.ranks)
-        return _Seat(replace(place, threads=max(1, min(place.threads, share))))
+        return _Seat(replace(place, threads=max(1, min(place.threads, share))), bound=True)
     if options.numa == "gpu" and rank.rank < len(gpus) and len(gpus) >= rank.ranks:
         return _gpu_seats(topology, rank.ranks, gpus, notes)[rank.rank]
     if rank.ranks > len(topology.cores):
@@ -228,18 +233,20 @@ def _gpu_seats(
                 f"fewer usable cores than GPUs (node {node})."
             )
             return [
-                _Seat(place, gpu if instances > 1 else None)
+                _Seat(place, gpu=gpu if instances > 1 else None)
                 for place, gpu in zip(placements(topology, instances), mine, strict=True)
             ]
         by_node[node] = placements(there, sharing)
-    return [_Seat(by_node[gpu.node].pop(0), gpu if instances > 1 else None) for gpu in mine]
+    several = instances > 1
+    return [_Seat(by_node[gpu.node].pop(0), gpu=gpu if several else None) for gpu in mine]
 
 
 def _binding(
-    machine: Machine, options: Options, place: Placement | None, notes: list[str]
+    machine: Machine, options: Options, seat: _Seat, notes: list[str]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the program that binds a process, or the CPUs that the launcher binds it to."""
-    if place is None or options.numa == "none":
+    place = seat.place
+    if place is None or seat.bound or options.numa == "none":
         return (), ()
     # Its cores' other hardware threads too: loader workers run there.
     cpus = sorted({*place.cpus, *place.siblings})

@@ -29,7 +29,7 @@ HALVES = sorted(
         ({"openmp": "llvm"}, "openmp='llvm' was asked for; it is one of auto, gnu, intel"),
         ({"threads": "4"}, "threads='4' was asked for; it is one of auto, none"),
         ({"numa": "die"}, "numa='die' was asked for; it is one of auto, none, gpu, socket"),
-        ({"numa": "1-"}, "or a list of NUMA nodes"),
+        ({"numa": "0,x"}, "or a list of NUMA nodes"),
         ({"instances": 0}, "instances=0 was asked for; it is 1 or more"),
         ({"interop_threads": -1}, "interop_threads=-1 was asked for"),
     ],
