@@ -99,7 +99,7 @@ def _preload(
 ) -> str:
     """Choose allocator and OpenMP runtime; return the runtime."""
     theirs = preloaded(environ.get("LD_PRELOAD", ""))
-    ours = []
+    ours: list[str] = []
     openmp = AUTO_OPENMP.use if options.openmp == "auto" else options.openmp
     if found := openmp_among(theirs):
         if openmp not in found:

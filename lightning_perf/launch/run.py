@@ -105,6 +105,7 @@ class _Instances:
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes
         self._running: list[subprocess.Popen[bytes]] = []
+        self._signalled = False
         self._lock = threading.Lock()
 
     def run(self) -> int:
@@ -149,7 +150,11 @@ class _Instances:
                     out.flush()
 
     def _wait(self) -> int:
-        """Wait until all have ended well or one has not; return the status of that one, or 0."""
+        """Wait until all have ended well or one has not; return the status of that one, or 0.
+
+        After a signal all are ending, and may take the time they need.
+        """
+        status = 0
         left = {child.pid: child for child in self._running}
         while left:
             pid, wait_status = os.waitpid(-1, 0)
@@ -158,7 +163,9 @@ class _Instances:
                 continue
             code = os.waitstatus_to_exitcode(wait_status)
             child.returncode = code  # it is reaped, so Popen must not wait for it
-            if code:
+            if code and not status:
+                status = code if code > 0 else 128 - code
+            if code and not self._signalled:
                 index = self._running.index(child)
                 others = len(left)
                 ending = f"; the other {others} are ended" if others else ""
@@ -166,8 +173,8 @@ class _Instances:
                     f"lightning-perf launch: instance {index} {_told(code)}{ending}.",
                     file=sys.stderr,
                 )
-                return code if code > 0 else 128 - code
-        return 0
+                break
+        return status
 
     def _end_all(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -187,6 +194,7 @@ class _Instances:
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
         def forward(number: int, _: object) -> None:
+            self._signalled = True
             for child in self._running:
                 if child.returncode is None:
                     self._signal(child, number)

@@ -197,7 +197,8 @@ def run_in_sh(plan: Plan) -> str:
 
 def test_the_lines_for_a_shell_do_the_same() -> None:
     value = """it's {"a": 1} $HOME \\ `x`"""
-    echo = (sys.executable, "-c", "import os, sys; print(os.environ['A'], sys.argv[1])", "b c")
+    code = "import os, sys; sys.stdout.write(os.environ['A'] + sys.argv[1] + chr(10))"
+    echo = (sys.executable, "-c", code, " b c")
     assert run_in_sh(Plan((Process({"A": value}, echo),))) == f"{value} b c\n"
     several = Plan(tuple(Process({"A": letter}, echo) for letter in "xy"))
     assert sorted(run_in_sh(several).splitlines()) == ["x b c", "y b c"]
