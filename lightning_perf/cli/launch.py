@@ -27,6 +27,9 @@ The exit status is that of the program; 128 and the number of the signal that
 ended it; 126 or 127 if it cannot be started; 2 after another error.
 """
 
+# Without any of these torch finds no device on Linux: NVIDIA's, AMD's, and Windows' below Linux.
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the command's parser."""
@@ -68,12 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise ValueError("What is to be started? lightning-perf launch [options] -- python ...")
+        raise ValueError("What is to be started? lightning-perf launch [options] -- PROGRAM ...")
     asked = _asked(arguments)
     try:
         path = require_program(command)
     except CannotStartError as error:
-        print(f"lightning-perf launch: {error}", file=sys.stderr)
+        print(f"lightning-perf: error: {error}", file=sys.stderr)
         return error.status
     preset, options = _options(arguments.preset)
     plan = make_plan(
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         preset,
     )
     for note in plan.notes:
-        print(f"lightning-perf launch: {note}", file=sys.stderr)
+        print(f"lightning-perf: {note}", file=sys.stderr)
     if arguments.dry_run:
         print(as_shell(plan), end="")
         return 0
@@ -94,12 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _options(name: str) -> tuple[str, Options]:
     """Return the preset that a name stands for, and its launch half."""
     from lightning_perf import presets
+    from lightning_perf._hardware import detect
 
-    preset = presets.resolve(name)
+    # To ask for accelerators costs the import of torch, seconds before the program even starts.
+    preset = presets.resolve(name, detect(accelerators=any(map(os.path.exists, _ACCELERATORS))))
     half = launch_half(preset)
     if half is None and name != "auto" and preset != "none":
         print(
-            f"lightning-perf launch: Preset {preset} has no launch half; the defaults are used.",
+            f"lightning-perf: Preset {preset} has no launch half; the defaults are used.",
             file=sys.stderr,
         )
     return preset, half or Options()

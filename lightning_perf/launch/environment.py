@@ -21,7 +21,7 @@ from lightning_perf.launch.topology import Placement
 # What binds OpenMP threads. Half of them the user's and half ours would be neither's plan.
 BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _HUGE_PAGES_GLIBC = (2, 35)  # the first whose malloc can ask for huge pages
-_UNLIMITED_MMAP_THRESHOLD = (2, 35)
+_UNLIMITED_MMAP_THRESHOLD = (2, 36)  # the oldest one on which it was tried
 _LARGEST_OLD_THRESHOLD = 2**25
 
 

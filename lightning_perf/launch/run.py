@@ -170,7 +170,7 @@ class _Instances:
                 others = len(left)
                 ending = f"; the other {others} are ended" if others else ""
                 print(
-                    f"lightning-perf launch: instance {index} {_told(code)}{ending}.",
+                    f"lightning-perf: instance {index} {_told(code)}{ending}.",
                     file=sys.stderr,
                 )
                 break

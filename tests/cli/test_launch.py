@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from lightning_perf.cli.__main__ import main, parse
+from lightning_perf.launch.kernel_files import read_text
 from lightning_perf.launch.libraries import LIBRARIES, find_libraries, library_folders
+from lightning_perf.launch.machine import _glibc
 from lightning_perf.launch.plan import PROMISE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher is for Linux")
@@ -161,6 +163,43 @@ def test_the_dry_run_can_be_run_by_a_shell() -> None:
     ours = {name: value for name, value in environ.items() if name.startswith((*OURS, "A"))}
     assert ours == {n: value for n, value in really.items() if n.startswith((*OURS, "A"))}
     assert cpus == really_cpus
+
+
+MALLOC = """
+import ctypes
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc.restype = ctypes.c_void_p
+memory = libc.malloc(ctypes.c_size_t(100 << 20))
+ctypes.memset(ctypes.c_void_p(memory), 1, 100 << 20)
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+libc.mallinfo2.restype = Mallinfo
+huge = [line.split()[1] for line in open("/proc/self/smaps_rollup") if "AnonHuge" in line]
+print(libc.mallinfo2().field4 >> 20, int(huge[0]) >> 10)  # MiB that are mapped, MiB in huge pages
+"""
+
+
+def mapped_and_huge(*options: str) -> tuple[int, int]:
+    done = launched(*options, "--", sys.executable, "-c", MALLOC)
+    assert done.returncode == 0, done.stderr
+    mapped, huge = map(int, done.stdout.split())
+    return mapped, huge
+
+
+@pytest.mark.skipif((_glibc() or (0, 0)) < (2, 36), reason="an older glibc limits the threshold")
+def test_glibc_accepts_the_thresholds() -> None:
+    assert mapped_and_huge("--allocator", "none")[0] == 100
+    assert mapped_and_huge("--allocator", "glibc")[0] == 0
+
+
+@pytest.mark.skipif(
+    "[madvise]" not in read_text("/sys/kernel/mm/transparent_hugepage/enabled")
+    or (_glibc() or (0, 0)) < (2, 36),
+    reason="needs glibc 2.36, and a kernel that gives huge pages to those who ask",
+)
+def test_glibcs_memory_comes_in_huge_pages() -> None:
+    assert mapped_and_huge()[1] < 50
+    assert mapped_and_huge("--huge-pages")[1] > 50
 
 
 # --- exit status and signals ---
