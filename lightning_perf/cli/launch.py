@@ -17,7 +17,7 @@ cannot be had is an error then, and else one line.
 
 examples:
   lightning-perf launch -- python train.py
-  lightning-perf launch --preset cpu_bf16 --allocator jemalloc -- python train.py
+  lightning-perf launch --preset cpu --allocator jemalloc -- python train.py
   lightning-perf launch --instances 2 -- python predict.py
   torchrun --nproc-per-node=2 --no-python \\
       lightning-perf launch -- python train.py

@@ -25,6 +25,10 @@ _UNLIMITED_MMAP_THRESHOLD = (2, 36)  # the oldest one on which it was tried
 _LARGEST_OLD_THRESHOLD = 2**25
 
 
+# PyTorch 2.9 knows both, and older ones the first only.
+_NEWER_NAMES = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+
+
 @dataclass
 class Settings:
     """Variables to set, gathered one by one, and what there is to say about them.
@@ -67,8 +71,11 @@ def environment(
     """
     settings = Settings(_without_torchruns_default(environ))
     for name, value in options.env.items():
+        newer = _NEWER_NAMES.get(name, name)
         if "env" in options.required:  # asked for on the command line, later than the shell's
             settings.variables[name] = value
+        elif newer in environ:
+            settings.notes.append(f"{newer}={environ[newer]} in the environment wins over {value}.")
         else:
             settings.set(name, value)
     openmp = _preload(machine, options, settings, environ)

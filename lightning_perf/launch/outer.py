@@ -72,18 +72,23 @@ def tasks_per_node(environ: Mapping[str, str]) -> int:
 
 
 def bound_by_outer(
-    environ: Mapping[str, str], allowed: frozenset[int], parents: frozenset[int] | None
+    launcher: str,
+    environ: Mapping[str, str],
+    allowed: frozenset[int],
+    parents: frozenset[int] | None,
 ) -> bool:
     """Return whether the other launcher has bound this process to some of the CPUs already.
 
     Args:
+        launcher: Its name.
         environ: Environment variables.
         allowed: Logical CPUs this process may run on.
         parents: Those its parent process may run on, None where unknown.
     """
-    binding = environ.get("SLURM_CPU_BIND_TYPE", "")
-    if binding.startswith(("map_", "mask_", "rank")):
-        return True
+    if launcher == "srun":
+        # Its parent is a daemon, whose CPUs are not those of the job.
+        binding = environ.get("SLURM_CPU_BIND_TYPE", "")
+        return binding.startswith(("map_", "mask_", "rank"))
     return parents is not None and allowed < parents
 
 

@@ -192,16 +192,19 @@ def _rank_seat(
             f"{rank.ranks} ranks already. Leave out one of the two."
         )
     allowed = frozenset(cpu.id for cpu in machine.topology.usable)
-    if bound_by_outer(environ, allowed, machine.parents_cpus):
+    if bound_by_outer(rank.launcher, environ, allowed, machine.parents_cpus):
         notes.append(f"{rank.launcher} has bound this rank to CPUs {format_cpu_list(allowed)}.")
         (place,) = placements(topology, 1)
-        if machine.parents_cpus is None:
+        if rank.launcher == "srun" or machine.parents_cpus is None:
             return _Seat(place, bound=True)
         # Ranks that are bound to one NUMA node may share it.
         share = len(place.cpus) * len(machine.parents_cpus) // (len(allowed) * rank.ranks)
         return _Seat(replace(place, threads=max(1, min(place.threads, share))), bound=True)
-    if options.numa == "gpu" and rank.rank < len(gpus) and len(gpus) >= rank.ranks:
+    if options.numa == "gpu" and len(gpus) >= rank.ranks:
         return _gpu_seats(topology, rank.ranks, gpus, notes)[rank.rank]
+    if options.numa == "gpu" and len(gpus) == 1:  # each rank sees its own only
+        everybodys = _gpu_seats(topology, len(machine.gpus), machine.gpus, notes)
+        return everybodys[machine.gpus.index(gpus[0])]
     if rank.ranks > len(topology.cores):
         notes.append(f"{rank.ranks} ranks on {len(topology.cores)} cores: they are not bound.")
         (place,) = placements(topology, 1)

@@ -105,7 +105,8 @@ class _Instances:
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes
         self._running: list[subprocess.Popen[bytes]] = []
-        self._signalled = False
+        self._signalled: int | None = None  # the last signal that came
+        self._reached: set[int] = set()  # processes that it was sent to
         self._lock = threading.Lock()
 
     def run(self) -> int:
@@ -115,6 +116,9 @@ class _Instances:
                 for index, process in enumerate(self._processes):
                     child = self._start(process)
                     self._running.append(child)
+                    if self._signalled is not None:  # it came while this one was being started
+                        self._forward(self._signalled)
+                        break
                     for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
                         if pipe is not None:
                             arguments = (pipe, out.buffer, f"[{index}] ".encode())
@@ -165,7 +169,7 @@ class _Instances:
             child.returncode = code  # it is reaped, so Popen must not wait for it
             if code and not status:
                 status = code if code > 0 else 128 - code
-            if code and not self._signalled:
+            if code and self._signalled is None:
                 index = self._running.index(child)
                 others = len(left)
                 ending = f"; the other {others} are ended" if others else ""
@@ -186,6 +190,12 @@ class _Instances:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=max(0.0, deadline - time.monotonic()))
 
+    def _forward(self, number: int) -> None:
+        for child in self._running:
+            if child.returncode is None and child.pid not in self._reached:
+                self._reached.add(child.pid)
+                self._signal(child, number)
+
     def _signal(self, child: subprocess.Popen[bytes], number: int) -> None:
         # To its group: a shell script, say, would keep it to itself.
         with contextlib.suppress(ProcessLookupError):
@@ -194,12 +204,13 @@ class _Instances:
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
         def forward(number: int, _: object) -> None:
-            self._signalled = True
-            for child in self._running:
-                if child.returncode is None:
-                    self._signal(child, number)
+            self._signalled = number
+            self._reached.clear()
+            self._forward(number)
 
-        previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+        # One that is ignored, as under nohup, stays so.
+        heeded = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, forward) for number in heeded}
         try:
             yield
         finally:

@@ -216,7 +216,11 @@ def test_signals_end_the_program(number: int, instances: str, tmp_path: Path) ->
     if int(instances) > len(os.sched_getaffinity(0)):
         pytest.skip("fewer CPUs than instances")
     script = f"touch {tmp_path}/$$.ready; exec sleep 60"
-    process = subprocess.Popen([*COMMAND, "--instances", instances, "--", "sh", "-c", script])
+    process = subprocess.Popen(
+        [*COMMAND, "--instances", instances, "--", "sh", "-c", script],
+        # A background job of a shell, as these tests may be, has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("*.ready"))) < int(instances):
         assert time.monotonic() < deadline

@@ -202,6 +202,14 @@ def test_huge_pages_that_are_switched_off() -> None:
 # --- other variables ---
 
 
+def test_a_variable_may_have_a_newer_name() -> None:
+    asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert settings(env=asked).variables.keys() >= asked.keys()
+    found = settings({"PYTORCH_ALLOC_CONF": "backend:native"}, env=asked)
+    assert not found.variables.keys() & asked.keys()
+    assert found.notes[0].startswith("PYTORCH_ALLOC_CONF=backend:native in the environment wins")
+
+
 def test_other_variables_come_from_the_preset_or_from_the_command_line() -> None:
     theirs = {"NCCL_ALGO": "Tree"}
     assert "NCCL_ALGO" not in settings(theirs, env={"NCCL_ALGO": "Ring"}).variables

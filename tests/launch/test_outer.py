@@ -50,20 +50,23 @@ def test_local_rank(environ: dict[str, str], expected: LocalRank | int | None) -
 
 
 @pytest.mark.parametrize(
-    ("environ", "parents", "bound"),
+    ("launcher", "binding", "parents", "bound"),
     [
-        ({}, {0, 1}, False),
-        ({}, {0, 1, 2, 3}, True),
-        ({}, None, False),
-        ({"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, {0, 1}, True),
-        ({"SLURM_CPU_BIND_TYPE": "none"}, {0, 1}, False),
+        ("torchrun", "", {0, 1}, False),
+        ("torchrun", "", {0, 1, 2, 3}, True),
+        ("torchrun", "", None, False),
+        # Under srun the parent may have more than the job.
+        ("srun", "", {0, 1, 2, 3}, False),
+        ("srun", "none", {0, 1, 2, 3}, False),
+        ("srun", "mask_cpu:", {0, 1}, True),
     ],
 )
 def test_a_rank_that_is_bound_already(
-    environ: dict[str, str], parents: set[int] | None, bound: bool
+    launcher: str, binding: str, parents: set[int] | None, bound: bool
 ) -> None:
+    environ = {"SLURM_CPU_BIND_TYPE": binding} if binding else {}
     theirs = None if parents is None else frozenset(parents)
-    assert bound_by_outer(environ, frozenset({0, 1}), theirs) == bound
+    assert bound_by_outer(launcher, environ, frozenset({0, 1}), theirs) == bound
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,12 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plan.processes[0].variables
 
 
+def test_a_rank_that_sees_only_its_own_gpu_shares_the_node_with_the_others() -> None:
+    environ = as_rank(3, 4) | {"CUDA_VISIBLE_DEVICES": "3"}
+    plan = planned(environ=environ, facts={"gpus": GPUS}, numa="gpu")
+    assert commands(plan) == ["numactl --physcpubind=6-7,14-15 --membind=1 python train.py"]
+
+
 def test_more_ranks_than_cores_are_not_bound() -> None:
     plan = planned(server(1, 2), environ=as_rank(3, 4))
     assert (commands(plan), threads(plan)) == (["python train.py"], ["1"])
