@@ -190,10 +190,20 @@ def test_a_process_is_bound_to_the_node_of_its_only_gpu() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plan.processes[0].variables
 
 
-def test_a_process_that_sees_several_gpus_is_not_bound() -> None:
+def test_a_process_that_sees_gpus_on_several_nodes_is_not_bound() -> None:
     plan = planned(facts={"gpus": GPUS}, numa="gpu")
     assert commands(plan) == ["python train.py"]
-    assert plan.notes == ("Not bound to the NUMA node of a GPU: the process sees 4 GPUs.",)
+    assert plan.notes == (
+        "Not bound to the NUMA node of a GPU: the process sees GPUs on 2 of them.",
+    )
+    same = planned(facts={"gpus": GPUS[:2]}, numa="gpu")
+    assert commands(same) == ["numactl --physcpubind=0-3,8-11 --membind=0 python train.py"]
+
+
+def test_ranks_on_gpus_share_the_quota() -> None:
+    files = with_quota(TWO_SOCKETS, 4)
+    plan = planned(files, facts={"gpus": GPUS}, numa="gpu", instances=4)
+    assert threads(plan) == ["1"] * 4
 
 
 def test_a_gpu_whose_node_is_unknown() -> None:
