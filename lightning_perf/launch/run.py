@@ -110,20 +110,16 @@ class _Instances:
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        readers = []
+        readers: list[threading.Thread] = []
         with self._forwarding():
             try:
                 for index, process in enumerate(self._processes):
                     child = self._start(process)
                     self._running.append(child)
+                    readers += self._read(child, index)
                     if self._signalled is not None:  # it came while this one was being started
                         self._forward(self._signalled)
                         break
-                    for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-                        if pipe is not None:
-                            arguments = (pipe, out.buffer, f"[{index}] ".encode())
-                            readers.append(threading.Thread(target=self._copy, args=arguments))
-                            readers[-1].start()
                 return self._wait()
             finally:
                 self._end_all()
@@ -145,6 +141,18 @@ class _Instances:
             )
         finally:
             os.sched_setaffinity(0, before)
+
+    def _read(self, child: subprocess.Popen[bytes], index: int) -> list[threading.Thread]:
+        """Copy what a process writes, until its end or that of whoever has inherited the pipe."""
+        pipes = (child.stdout, sys.stdout.buffer), (child.stderr, sys.stderr.buffer)
+        mark = f"[{index}] ".encode()
+        threads = [
+            threading.Thread(target=self._copy, args=(pipe, out, mark), daemon=True)
+            for pipe, out in pipes
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _copy(self, pipe: IO[bytes], out: IO[bytes], mark: bytes) -> None:
         with pipe:
