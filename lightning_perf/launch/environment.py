@@ -131,6 +131,8 @@ def _preload(
             ours.append(path)
             for name, value in LIBRARIES[allocator].environment:
                 settings.set(name, value)
+        elif options.allocator == "auto":
+            _glibc_thresholds(machine, settings)
     elif allocator == "glibc":
         _glibc_thresholds(machine, settings)
     if ours:
@@ -145,7 +147,7 @@ def _installed(
     library = LIBRARIES[key]
     path = machine.libraries.get(key)
     if path is None:
-        if option in options.required:
+        if option in options.required and getattr(options, option) != "auto":
             raise RuntimeError(
                 f"{option} {key} was asked for, and {library.files[0]} is not installed: "
                 f"{library.install}. With `auto` the run goes on without."

@@ -21,6 +21,7 @@ from lightning_perf.launch.plan import PROMISE
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher is for Linux")
 
 COMMAND = [sys.executable, "-m", "lightning_perf", "launch", "--preset", "cpu"]
+CPUS = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 INSTALLED = find_libraries(library_folders(os.environ))
 OURS = ("OMP_", "KMP_", "GOMP_", "MALLOC_", "LD_PRELOAD", "GLIBC_", "LIGHTNING_PERF", "LOCAL_")
 SHOW = "import json, os; print(json.dumps([dict(os.environ), sorted(os.sched_getaffinity(0))]))"
@@ -133,7 +134,7 @@ def test_the_users_variables_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (environ["OMP_NUM_THREADS"], environ["NCCL_ALGO"]) == ("3", "Ring")
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
 def test_instances_have_cores_of_their_own() -> None:
     done = launched("--instances", "2", "--", sys.executable, "-c", SHOW)
     assert done.returncode == 0, done.stderr
@@ -144,7 +145,7 @@ def test_instances_have_cores_of_their_own() -> None:
     assert cpus[0].isdisjoint(cpus[1])
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
 def test_a_rank_of_torchrun_is_bound_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     cpus = []
@@ -241,6 +242,44 @@ def test_the_first_instance_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert "ended with status 4; the other 1 are ended" in done.stderr
 
 
+# --- with torchrun ---
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+RANK = """
+import json, os, sys
+found = [sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], os.environ["LOCAL_RANK"]]
+sys.stdout.write(json.dumps(found) + chr(10))  # in one piece, between those of the other rank
+"""
+
+
+def ranks_of(command: list[str]) -> list[tuple[set[int], str]]:
+    """Return CPUs and threads of the ranks that a command starts."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    found.sort(key=lambda rank: rank[2])
+    return [(set(cpus), threads) for cpus, threads, _ in found]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
+def test_behind_torchrun_each_rank_gets_its_share() -> None:
+    ranks = ranks_of([*TORCHRUN, "--no-python", *COMMAND, "--", sys.executable, "-c", RANK])
+    (first, threads), (second, others) = ranks
+    assert first.isdisjoint(second)
+    # More than torchrun's one, where there are more.
+    assert int(threads) >= len(os.sched_getaffinity(0)) // 4
+    assert abs(int(threads) - int(others)) <= 1
+
+
+@pytest.mark.slow
+def test_in_front_of_torchrun_cores_and_threads_are_left_to_it(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    ranks = ranks_of([*COMMAND, "--", *TORCHRUN, str(script)])
+    assert ranks == [(os.sched_getaffinity(0), "1")] * 2
+
+
 # --- seen from inside ---
 
 INSIDE = """
@@ -286,7 +325,7 @@ print(len(before), len(os.sched_getaffinity(0)), sorted(map(len, threads)))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
 @pytest.mark.parametrize("openmp", ["gnu", pytest.param("intel", marks=needs("intel"))])
 def test_bound_threads_leave_the_main_thread_and_its_children_all_cores(openmp: str) -> None:
     done = launched("--openmp", openmp, "--bind-threads", "--", sys.executable, "-c", MAIN_THREAD)

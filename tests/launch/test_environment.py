@@ -8,6 +8,7 @@ import pytest
 from machines import machine
 
 from lightning_perf.launch.environment import Settings, environment
+from lightning_perf.launch.libraries import Choice
 from lightning_perf.launch.options import Options
 from lightning_perf.launch.topology import Placement
 
@@ -139,6 +140,16 @@ def test_a_missing_allocator_is_an_error_only_if_asked_for_by_name(
     found = settings(allocator=allocator, facts={"libraries": {}})
     assert "LD_PRELOAD" not in found.variables
     assert found.notes == [f"No {allocator}: apt-get install {package}."]
+
+
+def test_auto_is_never_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    better = Choice("tcmalloc", "faster", measured="docs/results/")
+    monkeypatch.setattr("lightning_perf.launch.environment.AUTO_ALLOCATOR", better)
+    found = settings(allocator="auto", required={"allocator"})
+    assert "LD_PRELOAD" in found.variables
+    found = settings(allocator="auto", required={"allocator"}, facts={"libraries": {}})
+    assert found.variables.keys() >= THRESHOLDS
+    assert found.notes == ["No tcmalloc: apt-get install libtcmalloc-minimal4."]
 
 
 # --- OpenMP ---
