@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -143,4 +144,6 @@ def remark_on_this_process(preset: str) -> str | None:
     if sys.platform != "linux":
         return None
     effect = in_effect(read_text("/proc/self/maps"), os.environ, frozenset(os.sched_getaffinity(0)))
-    return remark(preset, os.environ, sys.orig_argv, effect)
+    spawned = multiprocessing.parent_process() is not None  # its own command line starts a worker
+    command = [sys.executable, *sys.argv] if spawned else sys.orig_argv
+    return remark(preset, os.environ, command, effect)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
 
 import pytest
 
+from lightning_perf.launch import verify
 from lightning_perf.launch.plan import PROMISE
 from lightning_perf.launch.verify import (
     InEffect,
@@ -110,3 +113,18 @@ def test_the_command_under_torchrun_and_in_a_notebook() -> None:
     assert launch_command("cpu", {}, notebook) == (
         "lightning-perf launch --preset cpu -- jupyter lab"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher is for Linux")
+def test_a_spawned_rank_names_the_command_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PROMISE, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "from multiprocessing.spawn import x"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    monkeypatch.setattr(sys, "executable", "/bin/python")
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    told = verify.remark_on_this_process("cpu")
+    assert told is not None
+    assert told.endswith("-- /bin/python train.py --lr 1")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert verify.remark_on_this_process("cpu") is None
