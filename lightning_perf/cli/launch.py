@@ -122,7 +122,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
         "interop_threads",
     )
     asked = {name: getattr(arguments, name) for name in names}
-    asked["env"] = dict(_variable(text) for text in arguments.env) if arguments.env else None
+    asked["named_env"] = dict(map(_variable, arguments.env)) if arguments.env else None
     return {name: value for name, value in asked.items() if value is not None}
 
 

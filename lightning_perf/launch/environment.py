@@ -24,7 +24,6 @@ _HUGE_PAGES_GLIBC = (2, 35)  # the first whose malloc can ask for huge pages
 _UNLIMITED_MMAP_THRESHOLD = (2, 36)  # the oldest one on which it was tried
 _LARGEST_OLD_THRESHOLD = 2**25
 
-
 # PyTorch 2.9 knows both, and older ones the first only.
 _NEWER_NAMES = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 
@@ -71,14 +70,15 @@ def environment(
     """
     settings = Settings(_without_torchruns_default(environ))
     for name, value in options.env.items():
-        newer = _NEWER_NAMES.get(name, name)
-        if "env" in options.required:  # asked for on the command line, later than the shell's
-            settings.variables[name] = value
-        elif newer in environ:
+        newer = _NEWER_NAMES.get(name)
+        if newer is not None and newer in environ:
             settings.notes.append(f"{newer}={environ[newer]} in the environment wins over {value}.")
         else:
             settings.set(name, value)
-    openmp = _preload(machine, options, settings, environ)
+    # Said later than those of the shell. What is decided below must see them as the user's.
+    settings.environ = {**settings.environ, **options.named_env}
+    settings.variables |= options.named_env
+    openmp = _preload(machine, options, settings)
     if place is not None and options.threads == "auto":
         settings.set("OMP_NUM_THREADS", str(place.threads))
         # For loops that leave the choice to the environment; PyTorch's own do not.
@@ -101,11 +101,9 @@ def _without_torchruns_default(environ: Mapping[str, str]) -> dict[str, str]:
     return theirs
 
 
-def _preload(
-    machine: Machine, options: Options, settings: Settings, environ: Mapping[str, str]
-) -> str:
+def _preload(machine: Machine, options: Options, settings: Settings) -> str:
     """Choose allocator and OpenMP runtime; return the runtime."""
-    theirs = preloaded(environ.get("LD_PRELOAD", ""))
+    theirs = preloaded(settings.environ.get("LD_PRELOAD", ""))
     ours: list[str] = []
     openmp = AUTO_OPENMP.use if options.openmp == "auto" else options.openmp
     if found := openmp_among(theirs):

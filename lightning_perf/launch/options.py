@@ -33,7 +33,8 @@ class Options:
         bind_threads: Keep each OpenMP thread on one core.
         huge_pages: Ask for transparent huge pages for tensors.
         interop_threads: Inter-op threads, None to leave them.
-        env: Other environment variables.
+        env: Other environment variables; those of the user's environment win.
+        named_env: Those that the user has named for this run; they win over his environment.
         required: Names of the options that the user asked for: where one cannot be had, it is an
             error and not a remark.
     """
@@ -47,6 +48,7 @@ class Options:
     huge_pages: bool = False
     interop_threads: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    named_env: Mapping[str, str] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -85,10 +87,9 @@ class Options:
         """Return these options with what the user asked for over them.
 
         Args:
-            asked: Values by name; ``env`` is added to what is there.
+            asked: Values by name.
         """
-        env = {**self.env, **asked.get("env", {})}
-        return replace(self, **{**asked, "env": env}, required=self.required | asked.keys())
+        return replace(self, **asked, required=self.required | asked.keys())
 
 
 def launch_half(preset: str) -> Options | None:
@@ -120,7 +121,8 @@ def read_launch_section(text: str) -> Options:
     """
     content = yaml.safe_load(text)
     section = content.get("launch") if isinstance(content, dict) else None
-    known = [option.name for option in fields(Options) if option.name != "required"]
+    users = ("named_env", "required")
+    known = [option.name for option in fields(Options) if option.name not in users]
     if not isinstance(section, dict) or not section.keys() <= set(known):
         raise ValueError(f"A launch file has a section `launch` with any of {', '.join(known)}.")
     values = dict(section)

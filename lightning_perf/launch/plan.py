@@ -131,8 +131,9 @@ def _promise(
     }
     if place is not None and bound:
         promise["cpus"] = format_cpu_list([*place.cpus, *place.siblings])
-    if "OMP_NUM_THREADS" in settings.variables:
-        promise["threads"] = int(settings.variables["OMP_NUM_THREADS"])
+    threads = settings.variables.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal():  # for nested regions there may be several
+        promise["threads"] = int(threads)
     if options.interop_threads is not None:
         promise["interop_threads"] = options.interop_threads
     return promise

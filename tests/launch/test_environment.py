@@ -224,5 +224,14 @@ def test_a_variable_may_have_a_newer_name() -> None:
 def test_other_variables_come_from_the_preset_or_from_the_command_line() -> None:
     theirs = {"NCCL_ALGO": "Tree"}
     assert "NCCL_ALGO" not in settings(theirs, env={"NCCL_ALGO": "Ring"}).variables
-    named = settings(theirs, env={"NCCL_ALGO": "Ring"}, required={"env"})
+    named = settings(theirs, named_env={"NCCL_ALGO": "Ring"})
     assert named.variables["NCCL_ALGO"] == "Ring"
+    both = settings(theirs | {"B": "0"}, env={"B": "1"}, named_env={"NCCL_ALGO": "Ring"})
+    assert "B" not in both.variables
+
+
+def test_a_variable_that_is_named_for_this_run_is_the_users() -> None:
+    found = settings(named_env={"OMP_NUM_THREADS": "2"})
+    assert found.variables["OMP_NUM_THREADS"] == "2"
+    preload = settings(named_env={"LD_PRELOAD": "/x/libmimalloc.so"}, allocator="tcmalloc")
+    assert preload.variables["LD_PRELOAD"] == "/x/libmimalloc.so"

@@ -46,10 +46,10 @@ def test_numa_may_be_a_list_of_nodes() -> None:
 
 def test_the_user_wins_and_what_he_names_is_required() -> None:
     half = Options(allocator="jemalloc", env={"A": "1", "B": "1"})
-    both = half.overridden({"allocator": "tcmalloc", "env": {"B": "2"}})
+    both = half.overridden({"allocator": "tcmalloc", "named_env": {"B": "2"}})
     assert both.allocator == "tcmalloc"
-    assert both.env == {"A": "1", "B": "2"}
-    assert both.required == {"allocator", "env"}
+    assert (both.env, both.named_env) == ({"A": "1", "B": "1"}, {"B": "2"})
+    assert both.required == {"allocator", "named_env"}
     assert half.overridden({}) == half
 
 
