@@ -17,6 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import launch_variants
+
 from lightning_perf import callbacks, presets
 from lightning_perf._hardware import detect
 from lightning_perf.benchmark import Result, Variant, compare
@@ -84,6 +86,7 @@ def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
     yield "layers", "none", idle_items(*idle, variant="idle-items")
     for name in idle:
         yield "layers", "none", idle_items(name, variant=f"idle-{name}")
+    yield from launch_variants.comparisons()
     # A window of the benchmark holds whole optimizer steps. With as many batches in one as from one
     # collection to the next, each window holds a collection; shorter ones would not see it.
     window = {"accumulate_grad_batches": 50}

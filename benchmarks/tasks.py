@@ -118,6 +118,25 @@ def resnet50() -> tuple[LightningModule, DataLoader[Any]]:
     return ImageClassifier(net, torch.optim.SGD, lr=0.01, momentum=0.9), images(160, 16)
 
 
+def convnet() -> tuple[LightningModule, DataLoader[Any]]:
+    """Four convolutions of 32 to 64 channels, batch 32, 64x64: much memory for little work."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    return ImageClassifier(net, torch.optim.SGD, lr=0.01, momentum=0.9), images(64, 32)
+
+
 def mobilenet() -> tuple[LightningModule, DataLoader[Any]]:
     """MobileNetV2, whose convolutions are depthwise-separable, batch 16, 96x96."""
     net = models.mobilenet_v2(num_classes=10)

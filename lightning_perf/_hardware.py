@@ -99,11 +99,14 @@ class Accelerator(NamedTuple):
     capability: Capability | None
 
 
-def detect() -> Hardware:
+def detect(*, accelerators: bool = True) -> Hardware:
     """Describes the hardware this process may use.
 
     Cheap, never raises (what cannot be found out gets a cautious value), and asks for CUDA devices
     without creating a CUDA context, so that the process can still be forked.
+
+    Args:
+        accelerators: Whether to look for accelerators, for which torch is imported.
 
     Example:
         >>> detect().usable_cores >= 1
@@ -113,7 +116,7 @@ def detect() -> Hardware:
     host = on_linux and _attempt(lambda: linux_host(_allowed_cpus(), read_text), None)
     host = host or other_host()
     fallback = Accelerator("cpu", host.cpu_name, 1, None)
-    accelerator = _attempt(_accelerator, None) or fallback
+    accelerator = (accelerators and _attempt(_accelerator, None)) or fallback
     return Hardware(**accelerator._asdict(), **host._asdict(), system=platform.system())
 
 

@@ -201,6 +201,15 @@ def test_detect_agrees_with_the_libraries() -> None:
     assert (found.device == "cuda") == (torch.cuda.device_count() > 0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is asked for the CPU too")
+def test_without_accelerators_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from lightning_perf._hardware import detect\n"
+        "assert detect(accelerators=False).device == 'cpu' and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process cannot be bound to a CPU here")
 def test_detect_follows_the_affinity_of_the_process() -> None:
     code = (

@@ -18,6 +18,7 @@ from lightning_perf._hardware import Hardware, detect
 from lightning_perf._item import PerfCallback
 from lightning_perf._knobs import knobs
 from lightning_perf.callbacks._loaders import every_loader
+from lightning_perf.launch.verify import promised
 
 T = TypeVar("T")
 
@@ -60,7 +61,8 @@ def users_choice(environ: Mapping[str, str], hardware: Hardware, local_ranks: in
     """Return ``OMP_NUM_THREADS`` if it is the user's, ``None`` if it is a launcher's default.
 
     torchrun sets 1 for several ranks, and Lightning's launchers the logical CPUs per rank, where
-    the variable is not set. A user who sets just these values is not told from them.
+    the variable is not set. A user who sets just these values is not told from them. Our own
+    launcher counts for the ranks it knows of, which those of Lightning's launchers are not.
     """
     value = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not (value.isdecimal() and int(value)):
@@ -68,7 +70,9 @@ def users_choice(environ: Mapping[str, str], hardware: Hardware, local_ranks: in
     of_torchrun = "TORCHELASTIC_RUN_ID" in environ and value == "1"
     lightnings = max(1, hardware.logical_cpus // local_ranks)
     of_lightning = local_ranks > 1 and int(value) == lightnings
-    return None if of_torchrun or of_lightning else int(value)
+    promise = promised(environ) or {}
+    of_launch = promise.get("threads") == int(value) and promise.get("ranks", 1) != local_ranks
+    return None if of_torchrun or of_lightning or of_launch else int(value)
 
 
 def bound_by(environ: Mapping[str, str]) -> str | None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "compare two variants of your own training run",
     "report": "show a saved result again, as a table and as a page",
     "presets": "list, show and locate the presets",
+    "launch": "start a program with the cores, threads and allocator it should have",
 }
 EXAMPLES = """\
 examples:

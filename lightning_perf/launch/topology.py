@@ -84,7 +84,7 @@ class Topology:
             first.setdefault(cpu.core, cpu)
         fast = [cpu for cpu in first.values() if cpu.kind == "performance"]
         return tuple(
-            sorted(fast or first.values(), key=lambda cpu: (cpu.socket, cpu.node, cpu.l3, cpu.id))
+            sorted(fast or first.values(), key=lambda cpu: (cpu.socket, cpu.node, cpu.l3, cpu.core))
         )
 
     @property

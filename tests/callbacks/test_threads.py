@@ -27,6 +27,7 @@ from lightning_perf.callbacks.threads import (
     threads,
     users_choice,
 )
+from lightning_perf.launch.plan import PROMISE
 
 
 def machine(cores: int, *, smt: int = 1, quota: float | None = None) -> Hardware:
@@ -152,6 +153,11 @@ def test_ranks_never_ask_for_more_than_there_is(cores: int, smt: int, quota: flo
         # torchrun's default, and what a user told torchrun
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 2, None),
         ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 2, 2),
+        # Our launcher counts for one process, unless it has found itself among ranks.
+        ({"OMP_NUM_THREADS": "5", PROMISE: '{"threads":5}'}, 1, 5),
+        ({"OMP_NUM_THREADS": "5", PROMISE: '{"threads":5}'}, 2, None),
+        ({"OMP_NUM_THREADS": "5", PROMISE: '{"threads":5,"ranks":2}'}, 2, 5),
+        ({"OMP_NUM_THREADS": "3", PROMISE: '{"threads":5}'}, 2, 3),
         # Lightning's default: the 8 logical CPUs divided among its ranks
         ({"OMP_NUM_THREADS": "4"}, 2, None),
         ({"OMP_NUM_THREADS": "1"}, 16, None),

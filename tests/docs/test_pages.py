@@ -20,6 +20,7 @@ from pages import CARDS, DOCS, PAGES, ROOT, anchors, blocks, commands, links, na
 from lightning_perf.benchmark import load_variant
 from lightning_perf.cli import PerfCLI
 from lightning_perf.cli.__main__ import COMMANDS, parse
+from lightning_perf.launch.options import read_launch_section
 
 HEADINGS = [
     "What it does",
@@ -135,6 +136,8 @@ def understand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Understand:
         if "env" in content:
             file.write_text(text)
             load_variant(file)
+        if "launch" in content:
+            read_launch_section(text)
         section = content.get("fit", content)
         known = {key: section[key] for key in ("preset", "trainer") if key in section}
         file.write_text(yaml.safe_dump(known))
