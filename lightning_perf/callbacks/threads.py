@@ -92,6 +92,8 @@ def decided_elsewhere(
     if bound is not None:
         return f"{bound} has bound the threads of this process to cores."
     chosen = users_choice(environ, hardware, local_ranks)
+    if chosen is not None and (promised(environ) or {}).get("threads") == chosen:
+        return f"lightning-perf launch has given the process {_threads(chosen)}."
     if chosen is not None:
         return (
             f"OMP_NUM_THREADS={chosen} in the environment wins. Unset it, or give Threads a number."

@@ -191,6 +191,12 @@ def test_bound_threads_are_left_alone(name: str, value: str, bound: bool) -> Non
     assert (reason == f"{name}={value} has bound the threads of this process to cores.") == bound
 
 
+def test_the_launcher_is_named() -> None:
+    environ = {"OMP_NUM_THREADS": "5", PROMISE: '{"threads":5}'}
+    reason = decided_elsewhere(environ, machine(8), 1)
+    assert reason == "lightning-perf launch has given the process 5 intra-op threads."
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "GOMP_CPU_AFFINITY"])
 def test_the_environment_wins_over_auto_but_not_over_a_number(
     name: str, monkeypatch: pytest.MonkeyPatch, on
