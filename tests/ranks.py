@@ -50,7 +50,9 @@ def run_ranks(
     path.write_text(_WHOLE_LINES + script)
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {
-        "PYTHONPATH": f"{tests}{os.pathsep}{tests / 'callbacks'}",
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(tests), str(tests / "callbacks"), os.environ.get("PYTHONPATH")])
+        ),
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
         MARK: str(folder),
