@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
@@ -44,7 +45,7 @@ def followed_samplers(trainer: Trainer) -> Iterator[None]:
 
 
 def _start(trainer: Trainer, sampler: PlannedBatchSampler) -> None:
-    loop = trainer.fit_loop
+    loop: Any = trainer.fit_loop  # what it counts is typed for its base class only
     epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     if not loop.restarting:
         sampler.set_epoch(epochs.processed)
