@@ -70,6 +70,7 @@ class MemmapTokens(_Mapped[Tensor]):
         ([8, 9], [3, 2])
         >>> MemmapTokens(path, block=2)[1].tolist()
         [7, 8]
+        >>> folder.cleanup()
 
     Source: ten techniques, 10.
     """
@@ -171,6 +172,7 @@ class MemmapArrays(_Mapped[dict[str, Tensor]]):
         >>> dataset = MemmapArrays(path)
         >>> tuple(dataset[3]["image"].shape), dataset[3]["label"].item()
         ((8, 8), 3)
+        >>> folder.cleanup()
 
     Source: ten techniques, 10.
     """
