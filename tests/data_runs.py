@@ -67,6 +67,15 @@ class SaveAndStop(Callback):
             trainer.should_stop = True
 
 
+class SaveInValidation(SaveAndStop):
+    """The same at the end of the validation after so many steps."""
+
+    on_train_batch_end = Callback.on_train_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_batch_end(trainer, module)
+
+
 def epochs_of(seen: Seen) -> list[list[tuple[int, ...]]]:
     """Return the batches of each epoch."""
     found: dict[int, list[tuple[int, ...]]] = {}

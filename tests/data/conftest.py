@@ -6,6 +6,17 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in each run, however slow the machine is.
+settings.register_profile(
+    "data",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("data")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_runs import ITEMS, Notes, SaveAndStop, epochs_of, sampler, times
+from data_runs import ITEMS, Notes, SaveAndStop, SaveInValidation, epochs_of, sampler, times
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from models import trainer
@@ -61,7 +62,21 @@ def fit(make: Make, *, ckpt_path: Any = None, **kwargs: Any) -> Notes:
 
 
 @every_maker
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {},
+        {"num_workers": 2, "persistent_workers": True},
+        *[
+            pytest.param(
+                {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method},
+                marks=pytest.mark.slow,
+            )
+            for method in ("spawn", "forkserver")
+        ],
+    ],
+    ids=str,
+)
 def test_each_epoch_brings_every_item_once_in_a_new_order(
     make: Make, workers: dict[str, Any]
 ) -> None:
@@ -143,6 +158,14 @@ def test_overfitting_takes_the_same_batches_in_each_epoch() -> None:
     assert not overfit(planned)
 
 
+def test_fabric_names_the_epoch_too() -> None:
+    for make in MAKERS.values():
+        loader = Fabric(accelerator="cpu", devices=1).setup_dataloaders(make())
+        epochs = [[tuple(batch.tolist()) for batch in loader] for _ in range(2)]
+        assert epochs[0] != epochs[1]
+        assert all(sorted(sum(epoch, ())) == list(range(ITEMS)) for epoch in epochs)
+
+
 def test_several_loaders_at_once() -> None:
     class Both(Notes):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -163,11 +186,11 @@ def test_several_loaders_at_once() -> None:
 
 
 def straight_and_resumed(
-    make: Make, path: Path, step: int, kwargs: dict[str, Any]
+    make: Make, path: Path, step: int, kwargs: dict[str, Any], save: Any = SaveAndStop
 ) -> tuple[Any, Any]:
     straight = fit(make, **kwargs).seen["fit"]
     callbacks = kwargs.get("callbacks", [])
-    stop = [*callbacks, SaveAndStop(step, str(path))]
+    stop = [*callbacks, save(step, str(path))]
     before = fit(make, **{**kwargs, "callbacks": stop}).seen["fit"]
     after = fit(make, ckpt_path=path, **kwargs)
     return straight, [*before, *after.seen["fit"]]
@@ -231,6 +254,23 @@ def test_a_plain_loader_goes_on_exactly_where_an_item_is_there(
 def test_a_plain_loader_alone_does_not(checkpoint: Path) -> None:
     straight, resumed = straight_and_resumed(planned, checkpoint, 16, {})
     assert resumed != straight
+
+
+@pytest.mark.parametrize("step", [4, 8, 11])
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_checkpoints_are_saved_in_a_validation_too(checkpoint: Path, step: int) -> None:
+    interval = 4 if step != 11 else 11  # the length of an epoch
+
+    class WithValidation(Data):
+        def __call__(self) -> WithValidation:
+            return self
+
+    for maker, items in ((MAKERS["resumable budget"], []), (planned, [GarbageCollection()])):
+        kwargs = {"limit_val_batches": 1, "val_check_interval": interval, "callbacks": items}
+        straight, resumed = straight_and_resumed(
+            WithValidation(maker), checkpoint, step, kwargs, SaveInValidation
+        )
+        assert resumed == straight
 
 
 def test_another_order_in_the_middle_of_an_epoch_is_refused(checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -55,7 +55,7 @@ def test_documents_and_blocks(texts: Path) -> None:
     st.lists(st.lists(st.integers(0, 60_000), max_size=8), max_size=6),
     st.sampled_from(["u2", "i4", "i8", ">i4"]),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(max_examples=30)
 def test_what_is_read_is_what_was_packed(tmp_path: Path, documents: Any, dtype: str) -> None:
     path = tmp_path / "texts"
     MemmapTokens.pack(path, iter(documents), dtype=dtype)
