@@ -39,6 +39,7 @@ from variable_length_batches import (
     BATCH_SIZE,
     NAIVE,
     NO_WORD,
+    VOCABULARY,
     WAYS,
     Texts,
     available,
@@ -50,7 +51,7 @@ from lightning_perf._hardware import detect
 from lightning_perf.benchmark.statistics import interval
 from lightning_perf.data import MemmapTokens, ResumableLoader, pad_collate
 
-EVALUATIONS = 12  # of what is learned, in a run
+EVALUATIONS = 10  # of what is learned, in a run
 
 
 class Planned:
@@ -78,12 +79,12 @@ class Planned:
 class LanguageModel(LightningModule):
     """Predicts the next word with two transformer layers; a rank's loss is the mean over words."""
 
-    def __init__(self, vocabulary: int, width: int = 96) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(VOCABULARY, width)
         self.encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, VOCABULARY)
 
     def loss(self, text: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1] - 1)
@@ -167,7 +168,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LanguageModel(data.vocabulary), loader)
+    trainer.fit(LanguageModel(), loader)
     mine = torch.tensor([clock.true, clock.padded], dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(mine)
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="2 to 10 (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="of each run")
-    parser.add_argument("--share", type=float, default=1.0, help="of the corpus, to try it out")
+    parser.add_argument("--share", type=float, default=0.5, help="of the corpus")
     parser.add_argument("--plans-only", action="store_true", help="train nothing")
     parser.add_argument("--results", type=Path, help="folder for the result file")
     for name, kind in (("work", str), ("texts", str), ("rank-count", int), ("seed", int)):

@@ -28,7 +28,8 @@ from lightning_perf.data import (
 LONGEST = 1024  # words; longer texts are cut there
 BATCH_SIZE = 16
 NO_WORD = 0
-HELD_OUT = 200
+HELD_OUT = 100
+VOCABULARY = 2000  # the rarer words are one
 NAIVE = "naive"
 
 Batches = list[list[int]]
@@ -50,7 +51,9 @@ def corpus() -> list[list[int]]:
     words = [re.findall(r"\w+|[^\w\s]", text)[:LONGEST] for text in texts]
     words = [text for text in words if len(text) > 4]
     counts = Counter(word for text in words for word in text)
-    numbers = {word: i for i, (word, _) in enumerate(counts.most_common(8000), NO_WORD + 2)}
+    numbers = {
+        word: i for i, (word, _) in enumerate(counts.most_common(VOCABULARY - 2), NO_WORD + 2)
+    }
     random.Random(0).shuffle(words)
     return [[numbers.get(word, NO_WORD + 1) for word in text] for text in words]
 
@@ -69,7 +72,6 @@ class Texts(Dataset[Tensor]):
         self.held_out, texts = texts[:HELD_OUT], texts[HELD_OUT:]
         self.data = texts[: int(len(texts) * share)]
         self.lengths = np.array([len(text) for text in self.data])
-        self.vocabulary = 8002
         # As many tokens as a naive batch has on average, if all of them were full.
         self.budget = max(int(self.lengths.max()), round(BATCH_SIZE * self.lengths.mean() / 0.9))
 
