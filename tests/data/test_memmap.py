@@ -212,6 +212,7 @@ from lightning_perf.data import MemmapTokens
 
 class Seen(MemmapTokens):
     def __getitem__(self, index):
+        assert "lightning" not in sys.modules, "importing it takes a worker seconds and memory"
         process, began = psutil.Process(), psutil.Process().memory_info().rss
         again = MemmapTokens(self.path, self.block)
         tokens = again[index]
