@@ -61,31 +61,28 @@ def fit(make: Make, *, ckpt_path: Any = None, **kwargs: Any) -> Notes:
     return module
 
 
-@every_maker
-@pytest.mark.parametrize(
-    "workers",
-    [
-        {},
-        {"num_workers": 2, "persistent_workers": True},
-        *[
-            pytest.param(
-                {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method},
-                marks=pytest.mark.slow,
-            )
-            for method in ("spawn", "forkserver")
-        ],
-    ],
-    ids=str,
-)
-def test_each_epoch_brings_every_item_once_in_a_new_order(
-    make: Make, workers: dict[str, Any]
-) -> None:
-    seen = fit(lambda: make(**workers)).seen["fit"]
+def require_every_item_once(seen: Any) -> None:
     assert set(times(seen).values()) == {3}
     first, second, third = epochs_of(seen)
     assert len(first) == len(second) == len(third)
     assert first != second != third
     assert sorted(sum(first, ())) == sorted(sum(second, ())) == list(range(ITEMS))
+
+
+@every_maker
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_each_epoch_brings_every_item_once_in_a_new_order(
+    make: Make, workers: dict[str, Any]
+) -> None:
+    require_every_item_once(fit(lambda: make(**workers)).seen["fit"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_can_be_started_in_any_way(method: str) -> None:
+    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+    make = MAKERS["resumable budget"]
+    require_every_item_once(fit(lambda: make(**workers)).seen["fit"])
 
 
 @every_maker

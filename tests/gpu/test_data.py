@@ -8,7 +8,10 @@ from torch.utils.data import DataLoader
 
 from lightning_perf.data import BufferPool, TokenBudgetBatchSampler, pad_collate
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_pinned_memory_waits_for_the_copy() -> None:
