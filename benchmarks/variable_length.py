@@ -119,6 +119,7 @@ class Clock(Callback):
         self.padded += batch.numel()
         if trainer.global_step == 3:  # what is done once is over
             self.seconds, self.true, self.padded = 0.0, 0, 0
+            self.curve.clear()
             self.began = time.perf_counter()
         if trainer.global_step % self.every == 0:
             self.seconds += time.perf_counter() - self.began
