@@ -13,7 +13,7 @@ SCRIPT = "variable_length_text.py"
 def test_the_peak_is_reached_in_the_first_step_with_preallocate(
     run_example: Callable[..., str],
 ) -> None:
-    output = run_example(SCRIPT, "--steps=30")
+    output = run_example(SCRIPT, "--steps=15")
     head, plain, preallocated, budget = output.splitlines()
     assert "reached in" in head
     assert plain.split()[0] == "plain"
