@@ -1,15 +1,19 @@
-"""Text of variable length, with and without Preallocate: when is the memory peak reached?
+"""Text of variable length: when is the memory peak reached, and how much is padding?
 
     python examples/variable_length_text.py
     python examples/variable_length_text.py --picture memory.png
 
-Trains a small language model, word by word, on the paragraphs of Python's own documentation: for
-one epoch without Preallocate and for one with it, each in a process of its own. Paragraphs are
-shuffled, so the longest ones come at any time. Without Preallocate the peak memory creeps up until
-then; with it, the peak is there in the first step, and a batch that does not fit would fail there.
+Trains a small language model, word by word, on the paragraphs of Python's own documentation, for
+one epoch in each of three ways, each in a process of its own. Paragraphs are shuffled, so the
+longest ones come at any time. Without Preallocate the peak memory creeps up until then; with it,
+the peak is there in the first step, and a batch that does not fit would fail there. The third way
+puts paragraphs of like lengths together, as many as a budget of tokens allows, so that all batches
+need about the same memory and little of it is padding; lengths are padded to few edges, and the
+network is compiled.
 
 Shown is what the process needed beyond what it had before training; on a GPU, what PyTorch reserved
-there, and how often it had to give memory back and try again. `--picture` needs matplotlib.
+there, and how often it had to give memory back and try again. `--picture` needs matplotlib; to
+compile, a C++ compiler is needed, and without one the run says so and goes on.
 """
 
 import argparse
@@ -25,13 +29,18 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_perf.benchmark.worker import peak_memory
-from lightning_perf.callbacks import Preallocate
+from lightning_perf.callbacks import Compile, Preallocate
+from lightning_perf.data import TokenBudgetBatchSampler, pad_collate
 
-VARIANTS = {"plain": [], "Preallocate": [Preallocate()]}
+BUDGET = "token budget"
+VARIANTS = {
+    "plain": [],
+    "Preallocate": [Preallocate()],
+    BUDGET: [Preallocate(), Compile(dynamic=True, strict=False)],
+}
 # glibc otherwise keeps pieces of freed memory, by chance more or less of them.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 NO_WORD = 0
@@ -48,7 +57,7 @@ class Paragraphs(Dataset[Tensor]):
         numbers = {word: number for number, word in enumerate(counts, start=NO_WORD + 1)}
         self.vocabulary = len(numbers) + 1
         self.data = [torch.tensor([numbers[word] for word in paragraph]) for paragraph in words]
-        # Preallocate looks for this; without it, it reads the paragraphs.
+        # The sampler needs this. Preallocate looks for it too; without it, it reads the paragraphs.
         self.lengths = [len(paragraph) for paragraph in self.data]
 
     def __len__(self) -> int:
@@ -94,16 +103,25 @@ class Peak(Callback):
             self.bytes.append((peak_memory() or 0) - self.before)
 
 
+def loader_of(variant: str, data: Paragraphs, arguments: argparse.Namespace) -> DataLoader[Any]:
+    """Return the batches of a variant."""
+    if variant != BUDGET:
+        size = arguments.batch_size
+        return DataLoader(data, size, shuffle=True, collate_fn=pad_collate(None, value=NO_WORD))
+    # Two in a doubling: 32, 48, 64, 96 and so on.
+    powers = [2**power for power in range(5, (arguments.longest - 1).bit_length() + 1)]
+    edges = sorted(powers + [power * 3 // 2 for power in powers])
+    collate = pad_collate(edges, value=NO_WORD)
+    padded = collate.padded(data.lengths)
+    sampler = TokenBudgetBatchSampler(padded, arguments.max_tokens, seed=arguments.seed)
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
+
+
 def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with a variant in this process, and return what was noted."""
     seed_everything(arguments.seed, verbose=False)
     data = Paragraphs(arguments.longest)
-    loader = DataLoader(
-        data,
-        batch_size=arguments.batch_size,
-        shuffle=True,
-        collate_fn=lambda items: pad_sequence(items, batch_first=True, padding_value=NO_WORD),
-    )
+    loader = loader_of(variant, data, arguments)
     trainer = Trainer(
         callbacks=[*VARIANTS[variant], peak := Peak()],
         max_epochs=1,
@@ -115,7 +133,8 @@ def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
         enable_progress_bar=sys.stderr.isatty(),
     )
     trainer.fit(LanguageModel(data.vocabulary), loader)
-    return {"bytes": peak.bytes, "retries": peak.retries}
+    padding = loader.collate_fn.statistics.padding_share
+    return {"bytes": peak.bytes, "retries": peak.retries, "padding": padding}
 
 
 def in_a_process(variant: str, options: list[str]) -> dict[str, Any]:
@@ -131,13 +150,15 @@ def in_a_process(variant: str, options: list[str]) -> dict[str, Any]:
 
 def table(noted: dict[str, dict[str, Any]]) -> str:
     """Return when each variant had reached its peak memory, within 5 %."""
-    lines = [f"{'':<14}{'after step 1':>14}{'at the end':>14}{'reached in':>14}{'retries':>10}"]
+    columns = f"{'after step 1':>14}{'at the end':>14}{'reached in':>14}{'retries':>10}"
+    lines = [f"{'':<14}{columns}{'padding':>10}"]
     for variant, each in noted.items():
         steps = each["bytes"]
         reached = next(i for i, size in enumerate(steps, start=1) if size >= 0.95 * steps[-1])
         first, last = (f"{size / 2**20:.0f} MiB" for size in (steps[0], steps[-1]))
         step = f"step {reached}"
-        lines.append(f"{variant:<14}{first:>14}{last:>14}{step:>14}{each['retries']:>10}")
+        rest = f"{each['retries']:>10}{each['padding']:>10.0%}"
+        lines.append(f"{variant:<14}{first:>14}{last:>14}{step:>14}{rest}")
     return "\n".join(lines)
 
 
@@ -169,6 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=-1, help="stop so early (default: an epoch)")
     parser.add_argument("--batch-size", type=int, default=16, help="paragraphs (default: 16)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="budget (default: 2048)")
     parser.add_argument("--longest", type=int, default=800, help="words to cut at (default: 800)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", metavar="FILE", help="draw the memory over the steps")

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
@@ -31,6 +32,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from lightning_perf.data._planned_batch_sampler import PlannedBatchSampler
 
 CallbackT = TypeVar("CallbackT", bound=Callback)
 
@@ -224,6 +228,42 @@ def join_process_group(strategy: ParallelStrategy, backend: str | None, timeout:
     device_id = device if device.type != "cpu" else None
     kwargs: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
     _init_dist_connection(environment, chosen, **kwargs)  # type: ignore[arg-type]  # set by then
+
+
+def let_lightning_rebuild(sampler: type[PlannedBatchSampler]) -> None:
+    """Let Lightning build objects of a class anew with all their arguments.
+
+    It does so with every batch sampler under DDP and in prediction, to hand in another ``sampler``.
+    Of a class that is no `BatchSampler` it knows the arguments only if they are in four attributes
+    of these names, which it sets itself for loaders that are made in a hook (2.5.0 - 2.6.6).
+    """
+    arguments = property(lambda self: self.constructor_arguments())
+    # By `setattr`, as names with two underscores are mangled; a property, as Lightning writes into
+    # the dictionary that it gets.
+    for name, value in (
+        ("args", ()),
+        ("kwargs", arguments),
+        ("arg_names", ()),
+        ("default_kwargs", {}),
+    ):
+        setattr(sampler, f"__pl_saved_{name}", value)
+
+
+def is_unrepeated(sampler: object) -> bool:
+    """Return whether Lightning handed in the sampler by which it predicts on several ranks.
+
+    Its class is public, but not documented: ranks then need not have the same number of batches,
+    and no item may come twice (2.5.0 - 2.6.6).
+    """
+    return isinstance(sampler, UnrepeatedDistributedSampler)
+
+
+def without_index_wrapper(batch_sampler: Any) -> Any:
+    """Return a batch sampler without what Lightning puts around it in prediction.
+
+    The wrapper keeps it in ``_batch_sampler`` only (2.5.0 - 2.6.6).
+    """
+    return getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 
 def _data_loops(trainer: Trainer) -> tuple[Any, ...]:

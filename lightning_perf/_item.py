@@ -140,6 +140,10 @@ class PerfCallback(Callback, ABC):
                 run.close()
             run = _runs[trainer] = _Run()
             run.stack.enter_context(_around_wrap(trainer, run))
+            # Not at the top: that module needs this one.
+            from lightning_perf.data._followed_samplers import followed_samplers
+
+            run.stack.enter_context(followed_samplers(trainer))
         if stage not in self.stages:
             return
         run.items.append(self)

@@ -12,9 +12,9 @@ import inspect
 import re
 from pathlib import Path
 
-from lightning_perf import callbacks, strategies
+from lightning_perf import callbacks, data, strategies
 
-PACKAGES = (callbacks, strategies)
+PACKAGES = (callbacks, strategies, data)
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- index of items, written by docs/site/refresh.py -->\n"
 END = "<!-- end of the index -->"
