@@ -1,7 +1,11 @@
-"""Strategies for several processes. Importing this registers the name ``"perf_ddp"``."""
+"""Strategies for several processes.
+
+Importing this registers the strategy ``"perf_ddp"`` and the backend ``"ccl"``.
+"""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_perf.strategies import oneccl  # noqa: F401  # registers its backend
 from lightning_perf.strategies.perf_ddp import PerfDDPStrategy
 from lightning_perf.strategies.pipeline import PipelineStrategy
 

@@ -14,11 +14,13 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.strategies.oneccl._build import load
+
+if TYPE_CHECKING:
+    # `torch.distributed` exports it only where it is built.
+    from torch._C._distributed_c10d import Backend, Store
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_BYTES = 80 << 20
@@ -41,9 +43,11 @@ class Member:
     """When, in ticks of the clock of `/proc`: numbers of processes are used again."""
     free_bytes: int
     """Of the shared memory."""
+    idle: list[str]
+    """Addresses of communicators of closed groups in which it had the same rank."""
 
 
-def create(options: Any) -> dist.Backend:
+def create(options: Any) -> Backend:
     """Make the part of this process in a group; `torch.distributed` calls it.
 
     Args:
@@ -56,21 +60,32 @@ def create(options: Any) -> dist.Backend:
     remove_segments()
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    members, prefix = meet(options.store, rank, itself(ranks[rank]), size, timeout)
+    idle = [address.hex() for address, *place in extension.idle() if place == [rank, size]]
+    members, prefix = meet(options.store, rank, itself(ranks[rank], idle), size, timeout)
     name = f"rank {ranks[rank]} of the ranks {', '.join(map(str, ranks))}"
     with variables(settings(members)):
-        if rank == 0:
-            options.store.set(f"{prefix}/address", extension.open_store().hex())
-        _wait(options.store, [f"{prefix}/address"], timeout, f"{name}: rank {ranks[0]} does not")
-        address = bytes.fromhex(options.store.get(f"{prefix}/address").decode())
+        address = common(members)
+        if address is None:
+            if rank == 0:
+                options.store.set(f"{prefix}/address", extension.open_store().hex())
+            _wait(options.store, [f"{prefix}/address"], timeout, f"{name}: no address")
+            address = options.store.get(f"{prefix}/address").decode()
         milliseconds = round(timeout / timedelta(milliseconds=1))
         peers = visible(members, rank)
-        backend = extension.create(address, rank, size, name, milliseconds, peers)
+        backend = extension.create(bytes.fromhex(address), rank, size, name, milliseconds, peers)
     _close_at_the_end(extension)
     return backend  # type: ignore[no-any-return]  # the extension has no types
 
 
-def itself(rank: int) -> Member:
+def common(members: Sequence[Member]) -> str | None:
+    """Return the address of a communicator that all have and none uses, or ``None``.
+
+    Each one takes files and a thread until the process ends, and half a second to make.
+    """
+    return next((a for a in members[0].idle if all(a in member.idle for member in members)), None)
+
+
+def itself(rank: int, idle: Sequence[str] = ()) -> Member:
     """Return what this process tells about itself."""
     statistics = os.statvfs(SHARED_MEMORY)
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -82,11 +97,12 @@ def itself(rank: int) -> Member:
         pid=os.getpid(),
         started=started,
         free_bytes=statistics.f_bavail * statistics.f_frsize,
+        idle=list(idle),
     )
 
 
 def meet(
-    store: dist.Store, rank: int, me: Member, size: int, timeout: timedelta
+    store: Store, rank: int, me: Member, size: int, timeout: timedelta
 ) -> tuple[list[Member], str]:
     """Wait for the other ranks, and return all with the prefix of what this group keeps.
 
@@ -109,7 +125,7 @@ def meet(
     return [Member(**json.loads(store.get(key))) for key in keys], prefix
 
 
-def _wait(store: dist.Store, keys: list[str], timeout: timedelta, who: str) -> None:
+def _wait(store: Store, keys: list[str], timeout: timedelta, who: str) -> None:
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -202,7 +218,7 @@ def _close_at_the_end(extension: ModuleType) -> None:
     _closing.add(pid)
 
     def close() -> None:
-        if extension.close_all(_END_MS):
-            remove_segments(ended=pid)
+        extension.close_all(_END_MS)
+        remove_segments(ended=pid)
 
     Finalize(None, close, exitpriority=0)

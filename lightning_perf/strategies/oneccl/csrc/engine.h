@@ -65,6 +65,7 @@ struct Group {
   std::vector<Peer> peers;
   const pid_t pid = getpid();
   std::atomic<int64_t> timeout_ms;
+  std::string address;  // of the store by which its processes found each other
   std::optional<ccl::communicator> communicator;
 
   // Guarded by the mutex of the engine.
@@ -72,6 +73,7 @@ struct Group {
   std::list<JobPtr> transfers;
   std::string broken;  // why it takes nothing any more
   bool closed = false;
+  bool has_transferred = false;
   Clock::time_point looked;  // at the other processes
   std::optional<Clock::time_point> ended;
 
@@ -120,6 +122,7 @@ class Engine {
     TORCH_CHECK_WITH(DistBackendError, !group.closed, "ccl: The process group is closed.");
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), group.broken);
     if (job->peer >= 0) {
+      group.has_transferred = true;
       group.transfers.push_back(job);
       turn(job);
     } else {
@@ -169,7 +172,9 @@ class Engine {
     TORCH_CHECK_WITH(DistBackendError, state->error.empty(), "ccl: ", what, ": ", state->error);
   }
 
-  // Waits for what was submitted, which ends by its time-out if not before, and frees the group.
+  // Waits for what was submitted, which ends by its time-out if not before. The communicator stays
+  // until the process ends: to free it, oneCCL asks a process of the group which may have ended
+  // already, and then aborts this one.
   void close(const GroupPtr& group, std::optional<milliseconds> limit = std::nullopt) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_idle = [&] { return group->is_idle(); };
@@ -180,36 +185,38 @@ class Engine {
     }
     if (std::exchange(group->closed, true)) return;
     groups_.erase(std::remove(groups_.begin(), groups_.end(), group), groups_.end());
-    if (!group->broken.empty()) {
-      abandoned_groups_.push_back(group);
-      return;
-    }
-    lock.unlock();
-    call([group] { group->communicator.reset(); }, "closing " + group->name, kClose, {});
+    closed_.push_back(group);
   }
 
-  // At the end of the process. Returns whether something is left behind in oneCCL.
-  bool close_all(milliseconds limit) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const std::vector<GroupPtr> groups(groups_);
-    lock.unlock();
-    for (const auto& group : groups) {
-      try {
-        close(group, limit);
-      } catch (const c10::Error&) {
-        // It is left behind, and `leaves_abruptly_` says so.
-      }
+  // Closed groups whose communicators can serve again. A message that was sent and not received
+  // would arrive in the next group.
+  std::vector<GroupPtr> idle() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<GroupPtr> found;
+    for (const auto& group : closed_) {
+      const bool clean = group->broken.empty() && !group->has_transferred;
+      if (clean && group->communicator) found.push_back(group);
     }
-    lock.lock();
+    return found;
+  }
+
+  // At the end of the process.
+  void close_all(milliseconds limit) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!groups_.empty()) {
+      const GroupPtr group = groups_.back();
+      lock.unlock();
+      close(group, limit);
+      lock.lock();
+    }
     settled_.wait_for(lock, limit, [&] { return completing_ == 0; });
-    return leaves_abruptly_;
   }
 
  private:
   // One thread leads; the others are there for works whose callbacks wait for another collective,
   // as those of PyTorch's PowerSGD do.
   static constexpr int kThreads = 4;
-  static constexpr milliseconds kTick{100}, kLook{1000}, kClose{10000};
+  static constexpr milliseconds kTick{100}, kLook{1000};
   // What a process sent before it ended may still be on its way.
   static constexpr milliseconds kOnItsWay{2000};
 
@@ -433,7 +440,7 @@ class Engine {
   const pid_t pid_;
   std::mutex mutex_;
   std::condition_variable changed_, submitted_, settled_;
-  std::vector<GroupPtr> groups_, abandoned_groups_;
+  std::vector<GroupPtr> groups_, closed_;
   std::deque<std::function<void()>> calls_;
   std::vector<JobPtr> ready_, abandoned_;
   std::list<JobPtr> flying_;  // of the leader alone, but for asking whether there are any
