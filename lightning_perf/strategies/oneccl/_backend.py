@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +88,6 @@ def common(members: Sequence[Member]) -> str | None:
 
 def itself(rank: int, idle: Sequence[str] = ()) -> Member:
     """Return what this process tells about itself."""
-    statistics = os.statvfs(SHARED_MEMORY)
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Member(
@@ -96,7 +96,7 @@ def itself(rank: int, idle: Sequence[str] = ()) -> Member:
         processes=f"{boot} {os.readlink('/proc/self/ns/pid')}",
         pid=os.getpid(),
         started=started,
-        free_bytes=statistics.f_bavail * statistics.f_frsize,
+        free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         idle=list(idle),
     )
 
@@ -192,7 +192,7 @@ def remove_segments(ended: int | None = None, folder: Path = SHARED_MEMORY) -> N
         ended: A process that is to be taken for one that has ended.
         folder: Where the segments are.
     """
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         found = _SEGMENT.fullmatch(path.name)
         if found is None:
             continue

@@ -147,7 +147,7 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return gather_into(OpType::ALLGATHER_INTO_TENSOR_COALESCED, outputs, inputs, options);
+    return gather_into(OpType::COALESCED, outputs, inputs, options);
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -175,7 +175,7 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
-    return scatter_reduced(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, options);
+    return scatter_reduced(OpType::COALESCED, outputs, inputs, options);
   }
 
   WorkPtr alltoall_base(Tensor& output_, Tensor& input_, std::vector<int64_t>& output_splits,

@@ -259,15 +259,18 @@ class Engine {
       if (!has_work()) return {};
       lock.unlock();
       const auto before = Clock::now();
-      auto over = poll();
+      const auto over = poll();
       if (over.empty()) backoff.pause(Clock::now() - before);
       lock.lock();
       if (over.empty()) continue;
-      const auto given_up = [](const JobPtr& job) { return job->given_up.load(); };
-      over.erase(std::remove_if(over.begin(), over.end(), given_up), over.end());
-      for (const auto& job : over) retire(lock, job);
+      std::vector<JobPtr> complete;
+      for (const auto& job : over) {
+        if (job->given_up) continue;  // its work has failed already
+        retire(lock, job);
+        complete.push_back(job);
+      }
       start_ready(lock);
-      return over;
+      return complete;
     }
   }
 
