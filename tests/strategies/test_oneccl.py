@@ -41,7 +41,7 @@ ALL = Tools("Linux x86_64", _build.VERSION, HERE, HERE, HERE, "/usr/bin/c++")
 
 
 def member(rank: int, **changes: object) -> Member:
-    one = Member(rank, "host", "table", 100 + rank, "7", free_bytes=10 * SEGMENT_BYTES, idle=[])
+    one = Member(rank, "host", "table", "net", 100 + rank, "7", 10 * SEGMENT_BYTES, idle=[])
     return replace(one, **changes)
 
 
@@ -228,6 +228,13 @@ def test_a_small_shared_memory_is_not_used() -> None:
     assert settings(tight)["CCL_ATL_SHM"] == "0"
     # All ranks must do the same.
     assert settings([*tight, member(2, host="other")])["CCL_ATL_SHM"] == "0"
+
+
+def test_only_a_single_host_uses_the_loopback() -> None:
+    alone = settings([member(0), member(1)])
+    assert alone["FI_TCP_IFACE"] == alone["CCL_KVS_IFACE"] == "lo"
+    # Two containers of one host have one each.
+    assert not any("IFACE" in name for name in settings([member(0), member(1, network="other")]))
 
 
 def test_only_processes_of_the_same_table_are_looked_at() -> None:

@@ -38,7 +38,9 @@ class Member:
     """In the whole run."""
     host: str
     processes: str
-    """What has the same is the same table of processes, so that its `pid` can be looked at."""
+    """The same where there is one table of processes, so that its `pid` can be looked at."""
+    network: str
+    """The same where there is one loopback."""
     pid: int
     started: str
     """When, in ticks of the clock of `/proc`: numbers of processes are used again."""
@@ -94,6 +96,7 @@ def itself(rank: int, idle: Sequence[str] = ()) -> Member:
         rank=rank,
         host=socket.gethostname(),
         processes=f"{boot} {os.readlink('/proc/self/ns/pid')}",
+        network=f"{boot} {os.readlink('/proc/self/ns/net')}",
         pid=os.getpid(),
         started=started,
         free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
@@ -151,7 +154,10 @@ def settings(members: Sequence[Member]) -> dict[str, str]:
     """
     ranks = Counter(member.host for member in members)
     fits = all(member.free_bytes >= ranks[member.host] * SEGMENT_BYTES for member in members)
-    return {
+    # A single host needs no network, which may be closed or not there.
+    is_one = len({member.network for member in members}) == 1
+    loopback = {"FI_TCP_IFACE": "lo", "CCL_KVS_IFACE": "lo"} if is_one else {}
+    return loopback | {
         # Shared memory within a host: its own default is slower than gloo. A small /dev/shm, as
         # containers have by default, would kill the process.
         "CCL_ATL_SHM": "1" if fits else "0",
