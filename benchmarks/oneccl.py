@@ -177,12 +177,11 @@ class Pair:
     """Two ranks of one backend, which work in their turns only."""
 
     def __init__(self, stack: ExitStack, backend: str, case: dict[str, Any], port: int) -> None:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cores = sorted(os.sched_getaffinity(0))[:RANKS]
-        self.errors, self.ranks = [], []
+        self.errors = [folder / f"errors {rank}" for rank in range(RANKS)]
+        self.ranks = []
         for rank in range(RANKS):
-            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-            self.errors.append(errors)
             environ = {
                 **os.environ,
                 "RANK": str(rank),
@@ -193,16 +192,18 @@ class Pair:
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
-                "TURNS": f"{folder}/turn",
+                "TURNS": str(folder / "turn"),
             }
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--work", json.dumps({**case, "backend": backend})],
-                env=environ,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=errors,
-            )
+            command = [sys.executable, __file__, "--work", json.dumps({**case, "backend": backend})]
+            with self.errors[rank].open("w") as errors:
+                process = subprocess.Popen(
+                    command,
+                    env=environ,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=errors,
+                )
             os.sched_setaffinity(process.pid, cores)
             self.ranks.append(process)
             stack.callback(process.wait)
@@ -212,20 +213,16 @@ class Pair:
         """Let it work once, and return the seconds of each step."""
         self.freeze(signal.SIGCONT)
         first = self.ranks[0]
-        assert_pipes = first.stdin, first.stdout
-        if None in assert_pipes:
+        if first.stdin is None or first.stdout is None:
             raise RuntimeError("Rank 0 was started without pipes.")
-        first.stdin.write("go\n")  # type: ignore[union-attr]  # see above
-        first.stdin.flush()  # type: ignore[union-attr]
-        for line in first.stdout or ():
+        first.stdin.write("go\n")
+        first.stdin.flush()
+        for line in first.stdout:
             if line.startswith("TURN "):
                 self.freeze(signal.SIGSTOP)
                 return json.loads(line.removeprefix("TURN "))
-        texts = []
-        for file in self.errors:
-            file.seek(0)
-            texts.append(file.read())
-        raise RuntimeError("A rank ended:\n" + "\n".join(texts))
+        texts = "\n".join(path.read_text() for path in self.errors)
+        raise RuntimeError(f"A rank ended:\n{texts}")
 
     def freeze(self, number: signal.Signals) -> None:
         for process in self.ranks:
