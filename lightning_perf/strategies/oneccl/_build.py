@@ -160,11 +160,15 @@ def command(tools: Tools, output: Path) -> list[str]:
     ours = Path(torch.__file__).parent
     folders = [ours / "include", ours / "include" / "torch" / "csrc" / "api" / "include"]
     folders += [folder for folder in (tools.headers, tools.python_headers) if folder]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    macros = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    # Older versions of PyTorch share their types only with who says the same.
+    for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
+        if value := getattr(torch._C, f"_PYBIND11_{part}", None):
+            macros.append(f'-DPYBIND11_{part}="{value}"')
     return [
         tools.compiler or "c++",
         *FLAGS,
-        abi,
+        *macros,
         *(f"-isystem{folder}" for folder in folders),
         str(SOURCES / "backend.cpp"),
         "-o",

@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -81,13 +82,15 @@ struct Group {
 };
 
 // How a leader waits that found nothing: politely, since ranks may share a core; and asleep after a
-// while, since cores are there to compute.
+// while, since cores are there to compute. Where others take the core, that while is over at once,
+// and who sleeps is woken sooner than who only wants to go on.
 class Backoff {
  public:
-  void pause(Clock::duration asked) {
+  void pause(Clock::time_point before) {
+    const auto now = Clock::now();
     // oneCCL copies and reduces while it is asked. That takes longer than to find nothing.
-    idle_ = asked > kWorked ? Clock::duration::zero() : idle_ + asked;
-    if (idle_ < kAwake) {
+    if (now - before > kWorked) worked_ = now;
+    if (now - worked_ < kAwake) {
       sched_yield();
     } else {
       std::this_thread::sleep_for(kAsleep);
@@ -95,8 +98,8 @@ class Backoff {
   }
 
  private:
-  static constexpr std::chrono::microseconds kWorked{5}, kAwake{300}, kAsleep{20};
-  Clock::duration idle_{0};
+  static constexpr std::chrono::microseconds kWorked{5}, kAwake{200}, kAsleep{20};
+  Clock::time_point worked_ = Clock::now();
 };
 
 class Engine {
@@ -226,6 +229,7 @@ class Engine {
   }
 
   void serve() {
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // so that a short sleep of this thread is one
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return !led_ && has_work(); });
@@ -260,7 +264,7 @@ class Engine {
       lock.unlock();
       const auto before = Clock::now();
       const auto over = poll();
-      if (over.empty()) backoff.pause(Clock::now() - before);
+      if (over.empty()) backoff.pause(before);
       lock.lock();
       if (over.empty()) continue;
       std::vector<JobPtr> complete;
