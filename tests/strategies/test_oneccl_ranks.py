@@ -61,7 +61,14 @@ def test_every_collective_gives_what_it_must(tmp_path: Path) -> None:
         IMPORTS
         + """
 def collectives():
+    heard = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+    before = dict(os.environ)
     dist.init_process_group("ccl", timeout=timedelta(seconds=60))
+    assert dict(os.environ) == before
+    # What oneCCL does when it gets a signal is not all that is done.
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == ["SIGTERM"]
     check_all()
 
 def groups():

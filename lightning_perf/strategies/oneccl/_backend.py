@@ -60,6 +60,7 @@ def create(options: Any) -> Backend:
         RuntimeError: The backend cannot be used here, or another rank does not come.
     """
     extension = load()
+    _close_at_the_end(extension)
     remove_segments()
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
@@ -76,7 +77,6 @@ def create(options: Any) -> Backend:
         milliseconds = round(timeout / timedelta(milliseconds=1))
         peers = visible(members, rank)
         backend = extension.create(bytes.fromhex(address), rank, size, name, milliseconds, peers)
-    _close_at_the_end(extension)
     return backend  # type: ignore[no-any-return]  # the extension has no types
 
 
