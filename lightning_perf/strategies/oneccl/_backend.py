@@ -60,11 +60,11 @@ def create(options: Any) -> Backend:
         RuntimeError: The backend cannot be used here, or another rank does not come.
     """
     extension = load()
-    _close_at_the_end(extension)
     remove_segments()
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
     idle = [address.hex() for address, *place in extension.idle() if place == [rank, size]]
+    _close_at_the_end(extension)
     members, prefix = meet(options.store, rank, itself(ranks[rank], idle), size, timeout)
     name = f"rank {ranks[rank]} of the ranks {', '.join(map(str, ranks))}"
     with variables(settings(members)):
