@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_perf.strategies.oneccl._build import load
 
@@ -76,8 +76,8 @@ def create(options: Any) -> Backend:
             address = options.store.get(f"{prefix}/address").decode()
         milliseconds = round(timeout / timedelta(milliseconds=1))
         peers = visible(members, rank)
-        backend = extension.create(bytes.fromhex(address), rank, size, name, milliseconds, peers)
-    return backend  # type: ignore[no-any-return]  # the extension has no types
+        made = extension.create(bytes.fromhex(address), rank, size, name, milliseconds, peers)
+        return cast("Backend", made)
 
 
 def common(members: Sequence[Member]) -> str | None:
