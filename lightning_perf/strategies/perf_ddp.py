@@ -59,7 +59,8 @@ class PerfDDPStrategy(EndsAlone):
         ddp_comm_state: First argument of a hook that is a function.
         ddp_comm_wrapper: Applied to a hook that is a function.
         model_averaging_period: Steps between averaging, for PyTorch's post-local SGD.
-        process_group_backend: ``"nccl"``, ``"gloo"``, or ``None`` for that of the device.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ``"ccl"`` for oneCCL on CPUs, or ``None`` for
+            that of the device.
         timeout: How long a collective may take.
         start_method: How processes start: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"``.
         bucket_cap_mb: Size of the buckets that gradients travel in, in MiB; ``None`` is 25.

@@ -22,6 +22,7 @@ from lightning_perf.strategies.oneccl import _build
 from lightning_perf.strategies.oneccl._backend import (
     SEGMENT_BYTES,
     Member,
+    common,
     itself,
     meet,
     remove_segments,
@@ -40,7 +41,7 @@ ALL = Tools("Linux x86_64", _build.VERSION, HERE, HERE, HERE, "/usr/bin/c++")
 
 
 def member(rank: int, **changes: object) -> Member:
-    one = Member(rank, "host", "table", 100 + rank, "7", free_bytes=10 * SEGMENT_BYTES)
+    one = Member(rank, "host", "table", "net", 100 + rank, "7", 10 * SEGMENT_BYTES, idle=[])
     return replace(one, **changes)
 
 
@@ -79,6 +80,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(
         load()
 
 
+@pytest.mark.slow
 def test_the_name_is_known_and_nothing_is_loaded_for_it() -> None:
     script = """
 import sys
@@ -152,7 +154,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     compiler: Callable[[str], Tools], tmp_path: Path
 ) -> None:
     tools, path = compiler("echo no such header >&2; exit 1"), tmp_path / "extension.so"
-    with pytest.raises(RuntimeError, match="(?s)could not be built.*This failed: .*no such header"):
+    with pytest.raises(RuntimeError, match=r"(?s)could not be built.*failed: .*no such header"):
         build(tools, path)
     assert not path.exists()
     build(compiler('echo built > "$2"'), path)
@@ -160,10 +162,9 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
 
 
 HOLD = """
-import sys, time
-from pathlib import Path
-from lightning_perf.strategies.oneccl._build import _locked
-with _locked(Path(sys.argv[1]), 1):
+import fcntl, sys, time
+with open(sys.argv[1], "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
     print("locked", flush=True)
     time.sleep(60)
 """
@@ -192,14 +193,14 @@ def test_a_builder_that_is_killed_holds_up_nobody(
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="cannot be written.*TORCH_EXTENSIONS_DIR"):
+    with pytest.raises(RuntimeError, match=r"cannot be written.*TORCH_EXTENSIONS_DIR"):
         build(ALL, tmp_path / "file" / "extension.so")
 
 
 def test_what_is_no_extension_is_named(tmp_path: Path) -> None:
     path = tmp_path / "extension.so"
     path.write_text("not one")
-    with pytest.raises(RuntimeError, match="cannot be loaded: .*Delete it"):
+    with pytest.raises(RuntimeError, match=r"cannot be loaded: .*Delete it"):
         _build._imported(path)
 
 
@@ -229,12 +230,25 @@ def test_a_small_shared_memory_is_not_used() -> None:
     assert settings([*tight, member(2, host="other")])["CCL_ATL_SHM"] == "0"
 
 
+def test_only_a_single_host_uses_the_loopback() -> None:
+    alone = settings([member(0), member(1)])
+    assert alone["FI_TCP_IFACE"] == alone["CCL_KVS_IFACE"] == "lo"
+    # Two containers of one host have one each.
+    assert not any("IFACE" in name for name in settings([member(0), member(1, network="other")]))
+
+
 def test_only_processes_of_the_same_table_are_looked_at() -> None:
     members = [member(4), member(5), member(6, processes="another container"), member(7)]
     assert visible(members, 1) == [(0, 4, 104, "7"), (3, 7, 107, "7")]
     me = itself(3)
     assert (me.rank, me.pid) == (3, os.getpid())
     assert int(me.started) > 0
+
+
+def test_a_communicator_serves_again_where_all_ranks_have_it_to_spare() -> None:
+    assert common([member(0, idle=["a", "b"]), member(1, idle=["b", "c"])]) == "b"
+    assert common([member(0, idle=["a"]), member(1, idle=["b"])]) is None
+    assert common([member(0), member(1, idle=["a"])]) is None
 
 
 def test_ranks_meet_again_in_the_same_store() -> None:
@@ -252,7 +266,7 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     store = dist.HashStore()
     store.set("ccl/1/2", json.dumps(asdict(member(2))))
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="Timed out .*rank 0 waits for 3 ranks.*not all came"):
+    with pytest.raises(RuntimeError, match=r"Timed out .*rank 0 waits for 3 ranks.*not all came"):
         meet(store, 0, member(0), 3, timedelta(seconds=0.5))
     assert time.monotonic() - start < 30
 

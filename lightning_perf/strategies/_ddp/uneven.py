@@ -116,7 +116,7 @@ class _AgreeingLoader(_Loader):
     def __init__(self, loader: Any, uneven: Uneven) -> None:
         super().__init__(loader)
         self._uneven = uneven
-        on_host = dist.get_backend() == "gloo"
+        on_host = dist.get_backend() in ("gloo", "ccl")
         # So that no GPU is waited for.
         self._group: Any = None if on_host else dist.new_group(backend="gloo")
 

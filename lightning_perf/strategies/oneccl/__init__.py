@@ -2,6 +2,11 @@
 
 Importing this makes the name known, and nothing else: the C++ part is built when the first process
 group asks for it, once, and kept.
+
+It is not for GPUs, for sparse tensors, and for processes that are forked from one that uses it. Its
+card, docs/items/oneccl.md, tells more.
+
+Source: PyTorch tuning guide, "Train a model on CPU with DistributedDataParallel".
 """
 
 from __future__ import annotations
@@ -29,7 +34,13 @@ def why_not() -> str | None:
 
 
 def available() -> bool:
-    """Return whether the backend ``"ccl"`` can be tried here. See `why_not`."""
+    """Return whether the backend ``"ccl"`` can be tried here. See `why_not`.
+
+    Example:
+        >>> from lightning_perf.strategies import oneccl
+        >>> oneccl.available() == (oneccl.why_not() is None)
+        True
+    """
     return why_not() is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +15,13 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_perf.strategies.oneccl._build import load
+
+if TYPE_CHECKING:
+    # `torch.distributed` exports it only where it is built.
+    from torch._C._distributed_c10d import Backend, Store
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_BYTES = 80 << 20
@@ -35,15 +38,19 @@ class Member:
     """In the whole run."""
     host: str
     processes: str
-    """What has the same is the same table of processes, so that its `pid` can be looked at."""
+    """The same where there is one table of processes, so that its `pid` can be looked at."""
+    network: str
+    """The same where there is one loopback."""
     pid: int
     started: str
     """When, in ticks of the clock of `/proc`: numbers of processes are used again."""
     free_bytes: int
     """Of the shared memory."""
+    idle: list[str]
+    """Addresses of communicators of closed groups in which it had the same rank."""
 
 
-def create(options: Any) -> dist.Backend:
+def create(options: Any) -> Backend:
     """Make the part of this process in a group; `torch.distributed` calls it.
 
     Args:
@@ -56,37 +63,49 @@ def create(options: Any) -> dist.Backend:
     remove_segments()
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    members, prefix = meet(options.store, rank, itself(ranks[rank]), size, timeout)
+    idle = [address.hex() for address, *place in extension.idle() if place == [rank, size]]
+    _close_at_the_end(extension)
+    members, prefix = meet(options.store, rank, itself(ranks[rank], idle), size, timeout)
     name = f"rank {ranks[rank]} of the ranks {', '.join(map(str, ranks))}"
     with variables(settings(members)):
-        if rank == 0:
-            options.store.set(f"{prefix}/address", extension.open_store().hex())
-        _wait(options.store, [f"{prefix}/address"], timeout, f"{name}: rank {ranks[0]} does not")
-        address = bytes.fromhex(options.store.get(f"{prefix}/address").decode())
+        address = common(members)
+        if address is None:
+            if rank == 0:
+                options.store.set(f"{prefix}/address", extension.open_store().hex())
+            _wait(options.store, [f"{prefix}/address"], timeout, f"{name}: no address")
+            address = options.store.get(f"{prefix}/address").decode()
         milliseconds = round(timeout / timedelta(milliseconds=1))
         peers = visible(members, rank)
-        backend = extension.create(address, rank, size, name, milliseconds, peers)
-    _close_at_the_end(extension)
-    return backend  # type: ignore[no-any-return]  # the extension has no types
+        made = extension.create(bytes.fromhex(address), rank, size, name, milliseconds, peers)
+        return cast("Backend", made)
 
 
-def itself(rank: int) -> Member:
+def common(members: Sequence[Member]) -> str | None:
+    """Return the address of a communicator that all have and none uses, or ``None``.
+
+    Each one takes files and a thread until the process ends, and half a second to make.
+    """
+    return next((a for a in members[0].idle if all(a in member.idle for member in members)), None)
+
+
+def itself(rank: int, idle: Sequence[str] = ()) -> Member:
     """Return what this process tells about itself."""
-    statistics = os.statvfs(SHARED_MEMORY)
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Member(
         rank=rank,
         host=socket.gethostname(),
         processes=f"{boot} {os.readlink('/proc/self/ns/pid')}",
+        network=f"{boot} {os.readlink('/proc/self/ns/net')}",
         pid=os.getpid(),
         started=started,
-        free_bytes=statistics.f_bavail * statistics.f_frsize,
+        free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        idle=list(idle),
     )
 
 
 def meet(
-    store: dist.Store, rank: int, me: Member, size: int, timeout: timedelta
+    store: Store, rank: int, me: Member, size: int, timeout: timedelta
 ) -> tuple[list[Member], str]:
     """Wait for the other ranks, and return all with the prefix of what this group keeps.
 
@@ -109,7 +128,7 @@ def meet(
     return [Member(**json.loads(store.get(key))) for key in keys], prefix
 
 
-def _wait(store: dist.Store, keys: list[str], timeout: timedelta, who: str) -> None:
+def _wait(store: Store, keys: list[str], timeout: timedelta, who: str) -> None:
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -135,7 +154,10 @@ def settings(members: Sequence[Member]) -> dict[str, str]:
     """
     ranks = Counter(member.host for member in members)
     fits = all(member.free_bytes >= ranks[member.host] * SEGMENT_BYTES for member in members)
-    return {
+    # A single host needs no network, which may be closed or not there.
+    is_one = len({member.network for member in members}) == 1
+    loopback = {"FI_TCP_IFACE": "lo", "CCL_KVS_IFACE": "lo"} if is_one else {}
+    return loopback | {
         # Shared memory within a host: its own default is slower than gloo. A small /dev/shm, as
         # containers have by default, would kill the process.
         "CCL_ATL_SHM": "1" if fits else "0",
@@ -176,7 +198,7 @@ def remove_segments(ended: int | None = None, folder: Path = SHARED_MEMORY) -> N
         ended: A process that is to be taken for one that has ended.
         folder: Where the segments are.
     """
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         found = _SEGMENT.fullmatch(path.name)
         if found is None:
             continue
@@ -202,7 +224,7 @@ def _close_at_the_end(extension: ModuleType) -> None:
     _closing.add(pid)
 
     def close() -> None:
-        if extension.close_all(_END_MS):
-            remove_segments(ended=pid)
+        extension.close_all(_END_MS)
+        remove_segments(ended=pid)
 
     Finalize(None, close, exitpriority=0)

@@ -24,7 +24,7 @@ MODULE = "lightning_perf_oneccl"
 VERSION = "2021.16.2"
 """Later ones need a library that is not on PyPI, or comes with 700 MB for GPUs only."""
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 INSTALL = "pip install 'lightning-perf[oneccl]'"
 BUILD_SECONDS = 600.0
 """A build takes a minute; several on one core, or with a disk that is far away, take longer."""
@@ -160,13 +160,17 @@ def command(tools: Tools, output: Path) -> list[str]:
     ours = Path(torch.__file__).parent
     folders = [ours / "include", ours / "include" / "torch" / "csrc" / "api" / "include"]
     folders += [folder for folder in (tools.headers, tools.python_headers) if folder]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    macros = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    # Older versions of PyTorch share their types only with who says the same.
+    for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
+        if value := getattr(torch._C, f"_PYBIND11_{part}", None):
+            macros.append(f'-DPYBIND11_{part}="{value}"')
     return [
         tools.compiler or "c++",
         *FLAGS,
-        abi,
+        *macros,
         *(f"-isystem{folder}" for folder in folders),
-        str(SOURCES / "backend.cpp"),
+        str(SOURCES / "module.cpp"),
         "-o",
         str(output),
         *(f"-L{folder}" for folder in (ours / "lib", tools.library)),

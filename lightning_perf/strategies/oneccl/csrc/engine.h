@@ -2,18 +2,16 @@
 //
 // oneCCL waits for ever and cannot be interrupted, so nobody waits in it: one thread at a time, the
 // leader, starts operations and asks each whether it is over. Another thread watches how long they
-// take, and whether the processes of the other ranks live. What it gives up on is never freed, since
+// take, and whether the processes of the other ranks live. What it gives up on is never freed:
 // oneCCL may still write there, and would wait for it.
 #pragma once
 
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -30,72 +28,10 @@
 #include <c10/util/Exception.h>
 #include <oneapi/ccl.hpp>
 
+#include "job.h"
 #include "peers.h"
-#include "work.h"
 
 namespace lightning_perf {
-
-using Clock = std::chrono::steady_clock;
-using std::chrono::milliseconds;
-
-struct Group;
-using GroupPtr = std::shared_ptr<Group>;
-
-// A collective, or a send or receive, of which oneCCL may make several operations.
-struct Job {
-  GroupPtr group;
-  c10::intrusive_ptr<Work> work;
-  std::string what;
-  milliseconds timeout;
-  int peer = -1;  // the other rank of a send or receive, which are in no order with collectives
-  std::function<void(std::vector<ccl::event>&, const ccl::communicator&)> start;
-  std::function<void()> after;  // puts results where they belong, if they are not there already
-
-  Clock::time_point since;  // when it became its turn
-  std::atomic<bool> given_up{false};
-  // Of the leader alone.
-  std::vector<ccl::event> events;
-  std::string error;
-};
-using JobPtr = std::shared_ptr<Job>;
-
-struct Group {
-  int rank, size;
-  std::string name;  // the rank and the group, to be read
-  std::vector<Peer> peers;
-  const pid_t pid = getpid();
-  std::atomic<int64_t> timeout_ms;
-  std::optional<ccl::communicator> communicator;
-
-  // Guarded by the mutex of the engine.
-  std::deque<JobPtr> queue;  // collectives; the first one is running
-  std::list<JobPtr> transfers;
-  std::string broken;  // why it takes nothing any more
-  bool closed = false;
-  Clock::time_point looked;  // at the other processes
-  std::optional<Clock::time_point> ended;
-
-  bool is_idle() const { return queue.empty() && transfers.empty(); }
-};
-
-// How a leader waits that found nothing: politely, since ranks may share a core; and asleep after a
-// while, since cores are there to compute.
-class Backoff {
- public:
-  void pause(Clock::duration asked) {
-    // oneCCL copies and reduces while it is asked. That takes longer than to find nothing.
-    idle_ = asked > kWorked ? Clock::duration::zero() : idle_ + asked;
-    if (idle_ < kAwake) {
-      sched_yield();
-    } else {
-      std::this_thread::sleep_for(kAsleep);
-    }
-  }
-
- private:
-  static constexpr std::chrono::microseconds kWorked{5}, kAwake{300}, kAsleep{20};
-  Clock::duration idle_{0};
-};
 
 class Engine {
  public:
@@ -120,6 +56,7 @@ class Engine {
     TORCH_CHECK_WITH(DistBackendError, !group.closed, "ccl: The process group is closed.");
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), group.broken);
     if (job->peer >= 0) {
+      group.has_transferred = true;
       group.transfers.push_back(job);
       turn(job);
     } else {
@@ -130,8 +67,8 @@ class Engine {
     submitted_.notify_one();
   }
 
-  // Runs a function while no other thread is in oneCCL, and waits for it. It must hold what it uses:
-  // it goes on alone when the time is over.
+  // Runs a function while no other thread is in oneCCL, and waits for it. It must hold what it
+  // uses: it goes on alone when the time is over.
   void call(std::function<void()> function, const std::string& what, milliseconds timeout,
             const std::vector<Peer>& peers) {
     struct State {
@@ -169,7 +106,9 @@ class Engine {
     TORCH_CHECK_WITH(DistBackendError, state->error.empty(), "ccl: ", what, ": ", state->error);
   }
 
-  // Waits for what was submitted, which ends by its time-out if not before, and frees the group.
+  // Waits for what was submitted, which ends by its time-out if not before. The communicator stays
+  // until the process ends: to free it, oneCCL asks a process of the group which may have ended
+  // already, and then aborts this one.
   void close(const GroupPtr& group, std::optional<milliseconds> limit = std::nullopt) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_idle = [&] { return group->is_idle(); };
@@ -180,36 +119,38 @@ class Engine {
     }
     if (std::exchange(group->closed, true)) return;
     groups_.erase(std::remove(groups_.begin(), groups_.end(), group), groups_.end());
-    if (!group->broken.empty()) {
-      abandoned_groups_.push_back(group);
-      return;
-    }
-    lock.unlock();
-    call([group] { group->communicator.reset(); }, "closing " + group->name, kClose, {});
+    closed_.push_back(group);
   }
 
-  // At the end of the process. Returns whether something is left behind in oneCCL.
-  bool close_all(milliseconds limit) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const std::vector<GroupPtr> groups(groups_);
-    lock.unlock();
-    for (const auto& group : groups) {
-      try {
-        close(group, limit);
-      } catch (const c10::Error&) {
-        // It is left behind, and `leaves_abruptly_` says so.
-      }
+  // Closed groups whose communicators can serve again. A message that was sent and not received
+  // would arrive in the next group.
+  std::vector<GroupPtr> idle() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<GroupPtr> found;
+    for (const auto& group : closed_) {
+      const bool clean = group->broken.empty() && !group->has_transferred;
+      if (clean && group->communicator) found.push_back(group);
     }
-    lock.lock();
+    return found;
+  }
+
+  // At the end of the process.
+  void close_all(milliseconds limit) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!groups_.empty()) {
+      const GroupPtr group = groups_.back();
+      lock.unlock();
+      close(group, limit);
+      lock.lock();
+    }
     settled_.wait_for(lock, limit, [&] { return completing_ == 0; });
-    return leaves_abruptly_;
   }
 
  private:
   // One thread leads; the others are there for works whose callbacks wait for another collective,
   // as those of PyTorch's PowerSGD do.
   static constexpr int kThreads = 4;
-  static constexpr milliseconds kTick{100}, kLook{1000}, kClose{10000};
+  static constexpr milliseconds kTick{100}, kLook{1000};
   // What a process sent before it ended may still be on its way.
   static constexpr milliseconds kOnItsWay{2000};
 
@@ -219,6 +160,7 @@ class Engine {
   }
 
   void serve() {
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // so that a short sleep of this thread is one
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return !led_ && has_work(); });
@@ -252,15 +194,18 @@ class Engine {
       if (!has_work()) return {};
       lock.unlock();
       const auto before = Clock::now();
-      auto over = poll();
-      if (over.empty()) backoff.pause(Clock::now() - before);
+      const auto over = poll();
+      if (over.empty()) backoff.pause(before);
       lock.lock();
       if (over.empty()) continue;
-      const auto given_up = [](const JobPtr& job) { return job->given_up.load(); };
-      over.erase(std::remove_if(over.begin(), over.end(), given_up), over.end());
-      for (const auto& job : over) retire(lock, job);
+      std::vector<JobPtr> complete;
+      for (const auto& job : over) {
+        if (job->given_up) continue;  // its work has failed already
+        retire(lock, job);
+        complete.push_back(job);
+      }
       start_ready(lock);
-      return over;
+      return complete;
     }
   }
 
@@ -433,7 +378,7 @@ class Engine {
   const pid_t pid_;
   std::mutex mutex_;
   std::condition_variable changed_, submitted_, settled_;
-  std::vector<GroupPtr> groups_, abandoned_groups_;
+  std::vector<GroupPtr> groups_, closed_;
   std::deque<std::function<void()>> calls_;
   std::vector<JobPtr> ready_, abandoned_;
   std::list<JobPtr> flying_;  // of the leader alone, but for asking whether there are any

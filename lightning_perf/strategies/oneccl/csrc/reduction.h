@@ -19,7 +19,7 @@ using c10d::ReduceOp;
 struct Reduction {
   ccl::reduction operation;
   ccl::datatype type;
-  ccl::reduction_fn function = nullptr;  // where oneCCL has none
+  ccl::reduction_fn function = nullptr;  // of bytes, where oneCCL has none; all_reduce only
   bool mean = false;
 };
 
@@ -87,18 +87,6 @@ inline Reduction reduction_of(const ReduceOp& asked, ScalarType type, const char
       refuse("Multiply before, and use SUM.");
   }
   return reduction;
-}
-
-// The number of elements as oneCCL counts them.
-inline size_t count_of(const Tensor& tensor, const Reduction& reduction) {
-  return reduction.function ? tensor.nbytes() : tensor.numel();
-}
-
-template <typename Attributes, typename Id>
-Attributes attributes(const Reduction& reduction) {
-  auto made = ccl::create_operation_attr<Attributes>();
-  if (reduction.function) made.template set<Id::reduction_fn>(reduction.function);
-  return made;
 }
 
 inline void divide(const Tensor& tensor, int size) {

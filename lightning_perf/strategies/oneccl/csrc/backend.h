@@ -1,9 +1,14 @@
 // The backend "ccl" of torch.distributed for CPU tensors, on Intel's oneCCL.
 //
 // What only moves data moves bytes, of any type. `engine.h` runs it all.
+#pragma once
 
-#include <map>
-#include <tuple>
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -21,6 +26,18 @@ using Communicator = ccl::communicator;
 using Events = std::vector<ccl::event>;
 
 constexpr milliseconds kUnset{-1};  // of the options of a collective: the time-out of the group
+
+inline ccl::event summed(const Tensor& numbers, const Reduction& reduction,
+                  const Communicator& communicator) {
+  auto attributes = ccl::create_operation_attr<ccl::allreduce_attr>();
+  size_t count = numbers.numel();
+  if (reduction.function) {
+    attributes.set<ccl::allreduce_attr_id::reduction_fn>(reduction.function);
+    count = numbers.nbytes();
+  }
+  return ccl::allreduce(numbers.data_ptr(), numbers.data_ptr(), count, reduction.type,
+                        reduction.operation, communicator, attributes);
+}
 
 class CclBackend : public c10d::Backend {
  public:
@@ -87,15 +104,16 @@ class CclBackend : public c10d::Backend {
     const int root = options.rootRank, size = getSize();
     const bool mine = root == getRank();
     // Others than the root keep what they have.
-    const Tensor result = mine ? numbers : at::empty_like(numbers);
+    const Tensor result = mine ? numbers : numbers.clone();
     return submit(
         OpType::REDUCE, "reduce", tensors, tensors, options.timeout,
         [=](Events& events, const Communicator& communicator) {
           if (result.numel() == 0) return;
-          events.push_back(ccl::reduce(
-              numbers.data_ptr(), result.data_ptr(), count_of(result, reduction), reduction.type,
-              reduction.operation, root, communicator,
-              attributes<ccl::reduce_attr, ccl::reduce_attr_id>(reduction)));
+          events.push_back(
+              reduction.function
+                  ? summed(result, reduction, communicator)
+                  : ccl::reduce(numbers.data_ptr(), result.data_ptr(), result.numel(),
+                                reduction.type, reduction.operation, root, communicator));
         },
         [=] {
           if (!mine) return;
@@ -131,7 +149,7 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return gather_into(OpType::ALLGATHER_INTO_TENSOR_COALESCED, outputs, inputs, options);
+    return gather_into(OpType::COALESCED, outputs, inputs, options);
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -159,7 +177,7 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
-    return scatter_reduced(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, options);
+    return scatter_reduced(OpType::COALESCED, outputs, inputs, options);
   }
 
   WorkPtr alltoall_base(Tensor& output_, Tensor& input_, std::vector<int64_t>& output_splits,
@@ -167,59 +185,63 @@ class CclBackend : public c10d::Backend {
                         const c10d::AllToAllOptions& options) override {
     const char* name = "all_to_all_single";
     const Piece in = input(input_, name), out = output(output_, name);
-    return exchange(OpType::ALLTOALL_BASE, name, {input_}, {output_}, options.timeout, {in}, {out},
-                    split(in, input_splits, name), split(out, output_splits, name));
+    return exchange(OpType::ALLTOALL_BASE, name, {input_}, {output_}, options.timeout,
+                    split(in, input_splits, name), split(out, output_splits, name),
+                    [out] { out.put_back(); });
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override {
-    std::vector<Piece> in, out;
-    return exchange(OpType::ALLTOALL, "all_to_all", inputs, outputs, options.timeout, in, out,
-                    parts_of(inputs, in, input, "all_to_all"),
-                    parts_of(outputs, out, output, "all_to_all"));
+    require_each(inputs, getSize(), "all_to_all");
+    require_each(outputs, getSize(), "all_to_all");
+    const Cut receive = room_for(outputs);
+    return exchange(OpType::ALLTOALL, "all_to_all", inputs, outputs, options.timeout,
+                    joined(inputs), receive, [=] { hand_out(receive, outputs); });
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
-    std::vector<Piece> in{input(only(inputs, "gather"), "gather")}, out;
-    Parts send(getSize()), receive(getSize());
-    send.set(options.rootRank, in[0].data(), in[0].memory.nbytes());
-    Tensors results;
-    if (options.rootRank == getRank()) {
-      TORCH_CHECK_VALUE(outputs.size() == 1, "ccl: gather takes one list of outputs.");
-      results = outputs[0];
-      receive = parts_of(results, out, output, "gather");
+    const int root = options.rootRank;
+    const Cut send = whole(input(only(inputs, "gather"), "gather"), root, getSize());
+    if (root != getRank()) {
+      return exchange(OpType::GATHER, "gather", inputs, {}, options.timeout, send, nothing());
     }
-    return exchange(OpType::GATHER, "gather", inputs, results, options.timeout, in, out, send,
-                    receive);
+    TORCH_CHECK_VALUE(outputs.size() == 1, "ccl: gather takes one list of outputs.");
+    const Tensors& results = outputs[0];
+    require_each(results, getSize(), "gather");
+    const Cut receive = room_for(results);
+    return exchange(OpType::GATHER, "gather", inputs, results, options.timeout, send, receive,
+                    [=] { hand_out(receive, results); });
   }
 
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override {
-    std::vector<Piece> in, out{output(only(outputs, "scatter"), "scatter")};
-    Parts send(getSize()), receive(getSize());
-    receive.set(options.rootRank, out[0].data(), out[0].memory.nbytes());
-    Tensors sent;
-    if (options.rootRank == getRank()) {
+    const int root = options.rootRank;
+    const Piece out = output(only(outputs, "scatter"), "scatter");
+    Cut send = nothing();
+    if (root == getRank()) {
       TORCH_CHECK_VALUE(inputs.size() == 1, "ccl: scatter takes one list of inputs.");
-      sent = inputs[0];
-      send = parts_of(sent, in, input, "scatter");
+      require_each(inputs[0], getSize(), "scatter");
+      send = joined(inputs[0]);
     }
-    return exchange(OpType::SCATTER, "scatter", sent, outputs, options.timeout, in, out, send,
-                    receive);
+    return exchange(OpType::SCATTER, "scatter", {}, outputs, options.timeout, send,
+                    whole(out, root, getSize()), [out] { out.put_back(); });
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     return submit(OpType::BARRIER, "barrier", {}, {}, options.timeout,
-                  [](Events& events, const Communicator& communicator) { events.push_back(ccl::barrier(communicator)); });
+                  [](Events& events, const Communicator& communicator) {
+                    events.push_back(ccl::barrier(communicator));
+                  });
   }
 
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     const Piece piece = input(only(tensors, "send"), "send");
-    return transfer(OpType::SEND, "send", tensors, {}, peer, tag, [=](Events& events, const Communicator& communicator) {
-      events.push_back(ccl::send(piece.data(), piece.memory.nbytes(), ccl::datatype::uint8, peer,
-                                 communicator));
-    });
+    return transfer(OpType::SEND, "send", tensors, {}, peer, tag,
+                    [=](Events& events, const Communicator& communicator) {
+                      events.push_back(ccl::send(piece.data(), piece.memory.nbytes(),
+                                                 ccl::datatype::uint8, peer, communicator));
+                    });
   }
 
   WorkPtr recv(Tensors& tensors, int peer, int tag) override {
@@ -273,10 +295,7 @@ class CclBackend : public c10d::Backend {
         type, name, tensors, tensors, options.timeout,
         [=](Events& events, const Communicator& communicator) {
           for (const auto& [piece, numbers, reduction] : items) {
-            events.push_back(ccl::allreduce(
-                numbers.data_ptr(), numbers.data_ptr(), count_of(numbers, reduction),
-                reduction.type, reduction.operation, communicator,
-                attributes<ccl::allreduce_attr, ccl::allreduce_attr_id>(reduction)));
+            events.push_back(summed(numbers, reduction, communicator));
           }
         },
         [=, size = getSize()] {
@@ -295,28 +314,35 @@ class CclBackend : public c10d::Backend {
     struct Item {
       Piece in;
       std::vector<Piece> out;
-      Parts parts;
+      std::vector<void*> buffers;
+      std::vector<size_t> counts;
     };
     std::vector<Item> items;
     Tensors results;
     for (size_t index = 0; index < inputs.size(); ++index) {
-      Item item{input(inputs[index], name), {}, Parts(getSize())};
-      item.parts = parts_of(outputs[index], item.out, output, name);
-      TORCH_CHECK_VALUE(item.parts.counts[getRank()] == item.in.memory.nbytes(), "ccl: ", name,
-                        " was asked for with an output for this rank, ", getRank(), ", of ",
-                        item.parts.counts[getRank()], " bytes and an input of ",
-                        item.in.memory.nbytes(), ".");
+      require_each(outputs[index], getSize(), name);
+      Item item{input(inputs[index], name), {}, {}, {}};
+      for (const Tensor& tensor : outputs[index]) {
+        const Piece piece = output(tensor, name);
+        item.out.push_back(piece);
+        item.buffers.push_back(piece.data());
+        item.counts.push_back(piece.memory.nbytes());
+      }
+      TORCH_CHECK_VALUE(item.counts[getRank()] == item.in.memory.nbytes(), "ccl: ", name,
+                        " was asked for with an input of ", item.in.memory.nbytes(),
+                        " bytes and an output for this rank, ", getRank(), ", of ",
+                        item.counts[getRank()], ".");
       results.insert(results.end(), outputs[index].begin(), outputs[index].end());
       items.push_back(std::move(item));
     }
     return submit(
         type, name, inputs, results, options.timeout,
         [=](Events& events, const Communicator& communicator) {
-          for (const auto& [in, out, parts] : items) {
+          for (const auto& [in, out, buffers, counts] : items) {
             const auto is_empty = [](size_t count) { return count == 0; };
-            if (std::all_of(parts.counts.begin(), parts.counts.end(), is_empty)) continue;
-            events.push_back(ccl::allgatherv(in.data(), in.memory.nbytes(), parts.buffers,
-                                             parts.counts, ccl::datatype::uint8, communicator));
+            if (std::all_of(counts.begin(), counts.end(), is_empty)) continue;
+            events.push_back(ccl::allgatherv(in.data(), in.memory.nbytes(), buffers, counts,
+                                             ccl::datatype::uint8, communicator));
           }
         },
         [=] {
@@ -348,46 +374,51 @@ class CclBackend : public c10d::Backend {
                           const c10d::ReduceScatterOptions& options) {
     const char* name = "reduce_scatter";
     const auto pairs = matched(inputs, outputs, name, 1, getSize());
-    std::vector<std::tuple<Tensor, Tensor, Reduction>> items;
+    struct Item {
+      Piece out;
+      Tensor from, to;
+      Reduction reduction;
+    };
+    std::vector<Item> items;
     for (const auto& [in, out] : pairs) {
       const Tensor from = numbers_of(in, options.reduceOp), to = numbers_of(out, options.reduceOp);
-      items.emplace_back(from, to, reduction_of(options.reduceOp, from.scalar_type(), name));
+      const auto reduction = reduction_of(options.reduceOp, from.scalar_type(), name);
+      items.push_back({out, reduction.function ? from.clone() : from, to, reduction});
     }
     return submit(
         type, name, inputs, outputs, options.timeout,
         [=](Events& events, const Communicator& communicator) {
-          for (const auto& [from, to, reduction] : items) {
+          for (const auto& [out, from, to, reduction] : items) {
             if (to.numel() == 0) continue;
-            events.push_back(ccl::reduce_scatter(
-                from.data_ptr(), to.data_ptr(), count_of(to, reduction), reduction.type,
-                reduction.operation, communicator,
-                attributes<ccl::reduce_scatter_attr, ccl::reduce_scatter_attr_id>(reduction)));
+            events.push_back(
+                reduction.function
+                    ? summed(from, reduction, communicator)
+                    : ccl::reduce_scatter(from.data_ptr(), to.data_ptr(), to.numel(),
+                                          reduction.type, reduction.operation, communicator));
           }
         },
-        [=, size = getSize()] {
-          for (size_t index = 0; index < items.size(); ++index) {
-            const auto& [from, to, reduction] = items[index];
+        [=, rank = getRank(), size = getSize()] {
+          for (const auto& [out, from, to, reduction] : items) {
+            // What has its own function is reduced as a whole.
+            if (reduction.function) to.copy_(from.reshape({size, -1})[rank].view(to.sizes()));
             if (reduction.mean) divide(to, size);
-            pairs[index].second.put_back();
+            out.put_back();
           }
         });
   }
 
   WorkPtr exchange(OpType type, const char* name, const Tensors& inputs, const Tensors& outputs,
-                   milliseconds timeout, const std::vector<Piece>& in,
-                   const std::vector<Piece>& out, const Parts& send, const Parts& receive) {
+                   milliseconds timeout, const Cut& send, const Cut& receive, After after = {}) {
     return submit(
         type, name, inputs, outputs, timeout,
-        // `in` is kept as long as it is sent.
         [=](Events& events, const Communicator& communicator) {
-          (void)in;
-          events.push_back(ccl::alltoallv(send.buffers, send.counts, receive.buffers,
-                                          receive.counts, ccl::datatype::uint8, communicator));
+          events.push_back(ccl::alltoallv(send.data(), send.counts, receive.data(), receive.counts,
+                                          ccl::datatype::uint8, communicator));
         },
-        [=] {
-          for (const Piece& piece : out) piece.put_back();
-        });
+        std::move(after));
   }
+
+  Cut nothing() const { return {at::empty(0, at::kByte), std::vector<size_t>(getSize(), 0)}; }
 
   WorkPtr transfer(OpType type, const char* name, const Tensors& inputs, const Tensors& outputs,
                    int peer, int tag, Start start, After after = {}) {
@@ -399,36 +430,18 @@ class CclBackend : public c10d::Backend {
     return submit(type, name, inputs, outputs, kUnset, std::move(start), std::move(after), peer);
   }
 
-  // Makes pieces of one tensor for each rank, and returns where they are.
-  template <typename Make>
-  Parts parts_of(const Tensors& tensors, std::vector<Piece>& pieces, Make make, const char* name) {
-    TORCH_CHECK_VALUE(static_cast<int>(tensors.size()) == getSize(), "ccl: ", name,
-                      " was asked for with ", tensors.size(), " tensors for ", getSize(),
-                      " ranks.");
-    Parts parts(getSize());
-    for (int rank = 0; rank < getSize(); ++rank) {
-      pieces.push_back(make(tensors[rank], name));
-      parts.set(rank, pieces.back().data(), pieces.back().memory.nbytes());
-    }
-    return parts;
-  }
-
   // Cuts a tensor into rows for each rank: as told, or equally many.
-  Parts split(const Piece& piece, const std::vector<int64_t>& rows, const char* name) {
+  Cut split(const Piece& piece, const std::vector<int64_t>& rows, const char* name) {
     const int64_t total = piece.memory.dim() ? piece.memory.size(0) : 0;
     const auto told = rows.empty() ? std::vector<int64_t>(getSize(), total / getSize()) : rows;
     int64_t sum = 0;
     for (const int64_t part : told) sum += part;
     TORCH_CHECK_VALUE(static_cast<int>(told.size()) == getSize() && sum == total, "ccl: ", name,
                       " cannot split ", total, " rows among ", getSize(), " ranks as ", told, ".");
+    Cut cut{bytes_of(piece.memory), {}};
     const size_t bytes = total ? piece.memory.nbytes() / total : 0;
-    Parts parts(getSize());
-    char* next = piece.data();
-    for (int rank = 0; rank < getSize(); ++rank) {
-      parts.set(rank, next, told[rank] * bytes);
-      next += told[rank] * bytes;
-    }
-    return parts;
+    for (const int64_t part : told) cut.counts.push_back(part * bytes);
+    return cut;
   }
 
   // Pairs inputs with outputs, so many times as large and of the same type.
@@ -454,66 +467,4 @@ class CclBackend : public c10d::Backend {
   uint64_t sequence_ = 0;
 };
 
-// The stores by which the processes of a group find each other, where this process made them.
-std::map<std::string, std::shared_ptr<ccl::kvs>>& stores() {
-  static auto* made = new std::map<std::string, std::shared_ptr<ccl::kvs>>();
-  return *made;
-}
-
-constexpr milliseconds kOpen{60000};
-
-pybind11::bytes open_store() {
-  auto address = std::make_shared<std::string>();
-  {
-    pybind11::gil_scoped_release released;
-    Engine::get().call(
-        [address] {
-          const auto store = ccl::create_main_kvs();
-          const auto bytes = store->get_address();
-          address->assign(bytes.begin(), bytes.end());
-          stores()[*address] = store;
-        },
-        "opening a port", kOpen, {});
-  }
-  return *address;
-}
-
-c10::intrusive_ptr<c10d::Backend> create(const std::string& address, int rank, int size,
-                                         const std::string& name, int64_t timeout_ms,
-                                         const std::vector<std::tuple<int, int, int, std::string>>&
-                                             peers) {
-  auto group = std::make_shared<Group>();
-  group->rank = rank;
-  group->size = size;
-  group->name = name;
-  group->timeout_ms = timeout_ms;
-  for (const auto& [in_group, in_run, pid, started] : peers) {
-    group->peers.push_back({in_group, in_run, pid, started});
-  }
-  Engine::get().call(
-      [group, address] {
-        auto found = stores().find(address);
-        if (found == stores().end()) {
-          ccl::kvs::address_type bytes;
-          std::copy(address.begin(), address.end(), bytes.begin());
-          found = stores().emplace(address, ccl::create_kvs(bytes)).first;
-        }
-        group->communicator = ccl::create_communicator(group->size, group->rank, found->second);
-      },
-      "creating " + name, milliseconds(timeout_ms), group->peers);
-  Engine::get().add(group);
-  return c10::make_intrusive<CclBackend>(group);
-}
-
 }  // namespace lightning_perf
-
-PYBIND11_MODULE(lightning_perf_oneccl, module) {
-  namespace py = pybind11;
-  using namespace lightning_perf;
-  using Release = py::call_guard<py::gil_scoped_release>;
-  module.def("open_store", &open_store);
-  module.def("create", &create, Release());
-  module.def(
-      "close_all",
-      [](int64_t limit_ms) { return Engine::get().close_all(milliseconds(limit_ms)); }, Release());
-}
