@@ -52,7 +52,8 @@ def test_the_flag_without_subcommands(project: Project, on: On, name: str) -> No
     if "strategy" in section:
         chosen = config.trainer.strategy
         assert chosen.class_path == section["strategy"]["class_path"]
-        assert dict(chosen.init_args.items()).items() >= section["strategy"].get("init_args", {}).items()
+        given = section["strategy"].get("init_args", {})
+        assert dict(chosen.init_args.items()).items() >= given.items()
 
 
 @pytest.mark.parametrize("run", [True, False])
