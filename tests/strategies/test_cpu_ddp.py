@@ -196,6 +196,27 @@ def test_the_machine_decides_how_many_ranks_there_are(monkeypatch: pytest.Monkey
     assert trainer(strategy=CPUDDPStrategy()).world_size == 2
 
 
+@pytest.mark.parametrize(
+    ("missing", "nodes", "backend", "said"),
+    [
+        (None, 1, "ccl", ""),
+        ("no compiler", 1, "gloo", "gradients travel over gloo, not oneCCL: no compiler"),
+        (None, 2, "gloo", "gradients travel over gloo, not oneCCL: the ranks are on several"),
+    ],
+)
+def test_the_backend_is_what_is_there(
+    missing, nodes, backend, said, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_perf.strategies.oneccl.why_not", lambda: missing)
+    strategy = trainer(strategy=CPUDDPStrategy(ranks=2), num_nodes=nodes).strategy
+    with caplog.at_level("INFO"):
+        assert strategy._get_process_group_backend() == backend
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+    asked = trainer(strategy=CPUDDPStrategy("ccl", ranks=2), num_nodes=nodes).strategy
+    assert asked._get_process_group_backend() == "ccl"
+
+
 def test_it_is_parsed_printed_and_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
     options = {
