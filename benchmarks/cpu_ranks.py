@@ -28,6 +28,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tasks import convnet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,17 +78,7 @@ def wide_perceptron() -> nn.Module:
 
 
 def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
+    return convnet()[0].net
 
 
 def recommendations(samples: int) -> list[Tensor]:
@@ -97,7 +88,7 @@ def recommendations(samples: int) -> list[Tensor]:
 
 
 def images(samples: int) -> list[Tensor]:
-    return [torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))]
+    return [torch.randn(samples, 3, 64, 64), torch.randint(10, (samples,))]
 
 
 def vectors(samples: int) -> list[Tensor]:

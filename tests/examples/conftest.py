@@ -15,9 +15,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def run_example(tmp_path: Path) -> Callable[..., str]:
-    """Run a script of examples/ in an empty folder and return what it prints."""
+    """Run a script of examples/ in an empty folder and return what it prints, logs if asked."""
 
-    def run(script: str, *arguments: str) -> str:
+    def run(script: str, *arguments: str, logs: bool = False) -> str:
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / script), *arguments],
             capture_output=True,
@@ -27,7 +27,7 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert not list(tmp_path.iterdir()), "the example left files behind"
-        return done.stdout
+        return done.stdout + done.stderr if logs else done.stdout
 
     return run
 
