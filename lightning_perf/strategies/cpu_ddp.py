@@ -145,12 +145,23 @@ class CPUDDPStrategy(PerfDDPStrategy):
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is not None:
             return self._process_group_backend
-        reason = "the ranks are on several machines" if self.num_nodes > 1 else oneccl.why_not()
+        reason = self._why_not_oneccl()
         if reason is None:
             return "ccl"
         if self.world_size > 1:
             self._say(f"gradients travel over gloo, not oneCCL: {reason}")
         return "gloo"
+
+    def _why_not_oneccl(self) -> str | None:
+        if self.num_nodes > 1:
+            return "the ranks are on several machines"
+        module = self.lightning_module
+        names = (
+            [n for n, m in module.named_modules() if getattr(m, "sparse", False)] if module else []
+        )
+        if names:
+            return f"it takes no sparse gradients, which {names[0]} has"
+        return oneccl.why_not()
 
     def _bind(self) -> None:
         self.place = None

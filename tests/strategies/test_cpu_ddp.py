@@ -217,6 +217,17 @@ def test_the_backend_is_what_is_there(
     assert asked._get_process_group_backend() == "ccl"
 
 
+def test_sparse_gradients_travel_over_gloo(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_perf.strategies.oneccl.why_not", lambda: None)
+    strategy = trainer(strategy=CPUDDPStrategy(ranks=2)).strategy
+    strategy.connect(Classifier(torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, sparse=True))))
+    with caplog.at_level("INFO"):
+        assert strategy._get_process_group_backend() == "gloo"
+    assert "it takes no sparse gradients, which net.0 has" in caplog.text
+
+
 def test_it_is_parsed_printed_and_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
     options = {
