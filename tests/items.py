@@ -96,8 +96,8 @@ class ClassifierOfIterators(Classifier):
     """Its steps take batches from the loader themselves."""
 
     def training_step(self, dataloader_iter: Any) -> torch.Tensor:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
 
 
 def drawn(batch: Any) -> Any:
