@@ -228,6 +228,16 @@ ROWS = [
         ),
     ),
     Row(
+        callbacks.LoaderSettings,
+        wrong=(
+            ({"num_workers": "many"}, "'auto', a number"),
+            ({"num_workers": -1}, "at least 0"),
+            ({"num_workers": None}, "nothing to set"),
+            ({"prefetch_factor": 0}, "at least 1"),
+            ({"multiprocessing_context": "thread"}, "'spawn'"),
+        ),
+    ),
+    Row(
         callbacks.MatmulPrecision,
         {"precision": "highest"},  # the default; lower ones act on some CPUs
         acts_on_cpu=False,

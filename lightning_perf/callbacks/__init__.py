@@ -13,6 +13,7 @@ from lightning_perf.callbacks.fuse_conv_bn import FuseConvBN
 from lightning_perf.callbacks.fused_optimizer import FusedOptimizer
 from lightning_perf.callbacks.garbage_collection import GarbageCollection
 from lightning_perf.callbacks.keep_in_fp32 import KeepInFP32
+from lightning_perf.callbacks.loader_settings import LoaderSettings
 from lightning_perf.callbacks.matmul_precision import MatmulPrecision
 from lightning_perf.callbacks.preallocate import Preallocate
 from lightning_perf.callbacks.threads import Threads
@@ -31,6 +32,7 @@ __all__ = [
     "FusedOptimizer",
     "GarbageCollection",
     "KeepInFP32",
+    "LoaderSettings",
     "MatmulPrecision",
     "Preallocate",
     "Threads",
