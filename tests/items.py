@@ -169,6 +169,14 @@ ROWS = [
         acts_on_cpu=False,
     ),
     Row(
+        callbacks.DevicePrefetch,
+        wrong=(
+            ({"depth": 0}, "at least 1"),
+            ({"depth": 1.5}, "at least 1"),
+            ({"depth": "all"}, "leave the item out"),
+        ),
+    ),
+    Row(
         callbacks.DeviceTransforms,
         {"transform": "items.drawn", "loops": ["train", "test"]},
         idle_model=ClassifierOfIterators,

@@ -5,6 +5,7 @@ from lightning_perf.callbacks.channels_last import ChannelsLast
 from lightning_perf.callbacks.compile import Compile
 from lightning_perf.callbacks.cuda_graph import CUDAGraph
 from lightning_perf.callbacks.cudnn_benchmark import CudnnBenchmark
+from lightning_perf.callbacks.device_prefetch import DevicePrefetch
 from lightning_perf.callbacks.device_transforms import DeviceTransforms
 from lightning_perf.callbacks.disable_debug_apis import DisableDebugAPIs
 from lightning_perf.callbacks.drop_conv_bias import DropConvBias
@@ -24,6 +25,7 @@ __all__ = [
     "ChannelsLast",
     "Compile",
     "CudnnBenchmark",
+    "DevicePrefetch",
     "DeviceTransforms",
     "DisableDebugAPIs",
     "DropConvBias",

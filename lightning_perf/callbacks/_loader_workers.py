@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,16 +14,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf._item import instance_attribute
+from lightning_perf.callbacks._worker_search import Search, workers_text
 
 clock = time.perf_counter
-
-# Below this share of a step, waiting for data is not worth another process.
-_WAIT_WORTH_A_WORKER = 0.05
-# More workers stay only if steps got shorter by this share.
-_GAIN_TO_STAY = 0.05
-_FEWEST_BATCHES = 8
-_SHORTEST_LOOK = 0.5  # seconds
-_PASSED_OVER = 2  # batches at the beginning, which come late or early
 
 # torch keeps the context under this name; its property insists on workers.
 _CONTEXT = "_DataLoader__multiprocessing_context"
@@ -75,68 +67,6 @@ class Settings:
         vars(loader).update(settings)
 
 
-class Search:
-    """Finds the number of workers from how long steps wait for data.
-
-    It goes up only, as far as that makes steps shorter, and one step back where it does not.
-
-    Args:
-        workers: The number that there is.
-        most: The largest that is allowed.
-    """
-
-    def __init__(self, workers: int, most: int) -> None:
-        self.workers = workers
-        self.most = most
-        self.result = ""
-        """What was found, once the search is over."""
-        self._before: tuple[int, float] | None = None
-        self._start(_PASSED_OVER)
-
-    def note(self, wait: float, rest: float) -> int | None:
-        """Take the seconds that a batch was waited for, and those of the rest of its step.
-
-        Returns:
-            Another number of workers, if it is time for that.
-        """
-        if self.result:
-            return None
-        if self._pass_over:
-            self._pass_over -= 1
-            return None
-        self._batches += 1
-        self._wait += wait
-        self._rest += rest
-        if self._batches < _FEWEST_BATCHES or self._wait + self._rest < _SHORTEST_LOOK:
-            return None
-        return self._decide(self._wait / self._batches, self._rest / self._batches)
-
-    def _start(self, pass_over: int) -> None:
-        self._batches, self._wait, self._rest = 0, 0.0, 0.0
-        self._pass_over = pass_over
-
-    def _decide(self, wait: float, rest: float) -> int | None:
-        step, share = wait + rest, wait / (wait + rest)
-        if self._before is not None:
-            fewer, longer = self._before
-            if step > longer * (1 - _GAIN_TO_STAY):
-                self.result = f"{_workers(self.workers)} did not make steps shorter"
-                self.workers = fewer
-                return fewer
-        # What one process needs for a batch, if workers do nothing but that.
-        alone = wait if not self.workers else self.workers * step
-        needed = math.ceil(1.1 * alone / rest) if rest > alone / self.most else self.most
-        wanted = min(max(needed, self.workers + 1), self.most)
-        if share < _WAIT_WORTH_A_WORKER or wanted <= self.workers:
-            self.result = f"steps wait for data {share:.0%} of the time"
-            return None
-        self._before = (self.workers, step)
-        self.workers = wanted
-        # Until what the old workers had begun is used up, and the new ones keep up.
-        self._start(_PASSED_OVER + 4 * wanted)
-        return wanted
-
-
 class ServedLoader:
     """Settings of a loader that hold until `close`, and workers that may change in number.
 
@@ -167,7 +97,8 @@ class ServedLoader:
         self.told_memory = False
         end_workers(loader)
         asked.write(loader)
-        vars(loader)["_get_iterator"] = self.iterator
+        if makes_torchs_iterators(loader):
+            vars(loader)["_get_iterator"] = self.iterator
 
     def iterator(self) -> ServedIterator:
         """Return a new iteration of the loader, in the place of torch's."""
@@ -261,7 +192,7 @@ class ServedIterator(Iterator[Any]):
             self._prepare(workers)
         if search.result and not was_over:
             self._tell_memory()
-            self._served.say(f"{_workers(search.workers)}: {search.result}.")
+            self._served.say(f"{workers_text(search.workers)}: {search.result}.")
 
     def _prepare(self, workers: int) -> None:
         """Give the present workers nothing more to do, and the next number to whoever follows."""
@@ -289,7 +220,7 @@ class ServedIterator(Iterator[Any]):
             used = memory_of(worker.pid for worker in workers)
             if used is not None:
                 self._served.say(
-                    f"{_workers(len(workers))} with {used / 2**20:.0f} MiB of their own."
+                    f"{workers_text(len(workers))} with {used / 2**20:.0f} MiB of their own."
                 )
 
 
@@ -325,10 +256,11 @@ def end_workers(loader: DataLoader[Any]) -> None:
             return
 
 
+def makes_torchs_iterators(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader is served by torch's own code, whose iterations can be continued."""
+    return type(loader)._get_iterator is DataLoader._get_iterator
+
+
 def has_its_own_order(loader: DataLoader[Any]) -> bool:
     """Return whether the number of workers decides which data come."""
     return isinstance(loader.dataset, IterableDataset)
-
-
-def _workers(number: int) -> str:
-    return "no worker" if not number else "1 worker" if number == 1 else f"{number} workers"

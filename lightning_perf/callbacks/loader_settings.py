@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_perf._hardware import Hardware, detect
 from lightning_perf._item import PerfCallback
 from lightning_perf.callbacks._loader_workers import (
-    Search,
     ServedLoader,
     Settings,
     has_its_own_order,
+    makes_torchs_iterators,
 )
 from lightning_perf.callbacks._loaders import every_loader
+from lightning_perf.callbacks._worker_search import Search
 from lightning_perf.callbacks.threads import sharing_ranks
 
 
@@ -206,7 +207,13 @@ def _served(
                 "iterable dataset they decide which data come."
             )
     elif num_workers == "auto":
-        search = Search(loader.num_workers, most)
+        if makes_torchs_iterators(loader):
+            search = Search(loader.num_workers, most)
+        else:
+            say(
+                f"{type(loader).__name__} keeps {loader.num_workers} workers: its iterations are "
+                "not PyTorch's, so nothing can be measured or changed within them. Give a number."
+            )
     elif num_workers is not None:
         changes["num_workers"] = num_workers
     return ServedLoader(loader, replace(own, **changes), search, say)

@@ -22,7 +22,8 @@ from lightning_perf._hardware import detect
 from lightning_perf._item import statuses
 from lightning_perf._knobs import knobs
 from lightning_perf.callbacks import LoaderSettings, Threads, _loader_workers, loader_settings
-from lightning_perf.callbacks._loader_workers import Search, ServedLoader, Settings
+from lightning_perf.callbacks._loader_workers import ServedLoader, Settings
+from lightning_perf.callbacks._worker_search import Search
 from lightning_perf.callbacks.loader_settings import loader_settings as settings_of
 from lightning_perf.callbacks.loader_settings import most_workers
 
@@ -431,6 +432,20 @@ def test_an_iterable_dataset_keeps_its_workers(caplog: pytest.LogCaptureFixture)
     said = [r.getMessage() for r in caplog.records if "LoaderSettings: " in r.getMessage()]
     assert len(said) == 1
     assert "Stream keeps 0 workers: of an iterable dataset they decide which data come." in said[0]
+
+
+def test_a_loader_with_iterations_of_its_own_keeps_its_workers_unless_told_a_number() -> None:
+    class Own(DataLoader):
+        def _get_iterator(self) -> Any:
+            return iter([[self.num_workers]])
+
+    said: list[str] = []
+    loader = Own(NUMBERS)
+    with settings_of(loader, "auto", say=said.append):
+        assert list(loader) == [[0]]
+    assert said[0].startswith("Own keeps 0 workers: its iterations are not PyTorch's")
+    with settings_of(loader, 2):
+        assert list(loader) == [[2]]
 
 
 # --- The search itself --------------------------------------------------------------------------
