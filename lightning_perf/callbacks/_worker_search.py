@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, median
 
 # Below this share of a step, waiting for data is not worth another process.
 _WAIT_WORTH_A_WORKER = 0.05
@@ -42,15 +43,17 @@ class Search:
         if self._pass_over:
             self._pass_over -= 1
             return None
-        self._batches += 1
-        self._wait += wait
-        self._rest += rest
-        if self._batches < _FEWEST_BATCHES or self._wait + self._rest < _SHORTEST_LOOK:
+        self._waits.append(wait)
+        self._rests.append(rest)
+        if len(self._waits) < _FEWEST_BATCHES or sum(self._waits + self._rests) < _SHORTEST_LOOK:
             return None
-        return self._decide(self._wait / self._batches, self._rest / self._batches)
+        # Several workers come at once, so waiting is uneven and its mean counts. The rest of a step
+        # is even, but for a validation or a checkpoint now and then.
+        return self._decide(fmean(self._waits), median(self._rests))
 
     def _start(self, pass_over: int) -> None:
-        self._batches, self._wait, self._rest = 0, 0.0, 0.0
+        self._waits: list[float] = []
+        self._rests: list[float] = []
         self._pass_over = pass_over
 
     def _decide(self, wait: float, rest: float) -> int | None:
@@ -67,6 +70,8 @@ class Search:
         wanted = min(max(needed, self.workers + 1), self.most)
         if share < _WAIT_WORTH_A_WORKER or wanted <= self.workers:
             self.result = f"steps wait for data {share:.0%} of the time"
+            if share >= _WAIT_WORTH_A_WORKER:
+                self.result += ", and more workers than CPUs are not tried"
             return None
         self._before = (self.workers, step)
         self.workers = wanted

@@ -165,7 +165,13 @@ def test_batches_and_random_numbers_of_training(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "workers"), [("sequential", 0), ("sequential", 1), ("max_size", 0), ("min_size", 0)]
+    ("mode", "workers"),
+    [
+        ("sequential", 0),
+        pytest.param("sequential", 1, marks=pytest.mark.slow),
+        ("max_size", 0),
+        ("min_size", 0),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Your `.*_dataloader`'s sampler has shuffling enabled")
 def test_batches_and_random_numbers_of_the_other_loops(mode: str, workers: int) -> None:

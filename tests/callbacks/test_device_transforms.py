@@ -13,7 +13,6 @@ import torch
 from items import drawn
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from models import Classifier, conv_net, images, trainer
 from torch import Tensor, nn
@@ -263,11 +262,15 @@ def test_every_evaluation_has_the_same_numbers() -> None:
     assert count.drawn[-4:] == evaluations[0]
 
 
-def test_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = numbers()
-    rank = property(lambda self: 1)
-    monkeypatch.setattr(SingleDeviceStrategy, "global_rank", rank, raising=False)
-    assert not set(first) & set(numbers())
+def test_ranks_draw_other_numbers() -> None:
+    def numbers_of(rank: int) -> set[float]:
+        count = Count()
+        run = trainer(callbacks=[DeviceTransforms(count)])
+        run.strategy.global_rank = rank
+        run.fit(Classifier(), images())
+        return set(count.drawn)
+
+    assert len(numbers_of(0) | numbers_of(1) | numbers_of(2)) == 12
 
 
 # --- What is given ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,14 @@ class WithLoaders(Notes):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = Data.train_dataloader
 
 
-@pytest.mark.parametrize("source", ["data module", "module", "given"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("data module", marks=pytest.mark.slow),
+        pytest.param("module", marks=pytest.mark.slow),
+        "given",
+    ],
+)
 def test_loaders_of_every_loop_whoever_made_them(source: str) -> None:
     module = WithLoaders() if source == "module" else Notes()
     look = Look()
@@ -158,6 +166,7 @@ def test_workers_that_are_not_forked(context: str) -> None:
     with settings_of(loader, 1, multiprocessing_context=context, persistent_workers=True):
         for _ in range(2):
             assert torch.cat(list(loader)).tolist() == list(NUMBERS)
+    forkserver._forkserver._stop()  # it stays for the whole session otherwise
 
 
 def test_one_loader_in_two_loops_and_new_loaders_in_each_epoch() -> None:
@@ -242,6 +251,20 @@ def test_a_resumable_loader_goes_on_where_it_was(tmp_path: Path) -> None:
     item = LoaderSettings(2, persistent_workers=True, prefetch_factor=4)
     first = run(item, SaveAndStop(17, "middle.ckpt"))
     assert first + run(item, path="middle.ckpt") == straight
+
+
+def test_a_resumable_loader_gets_workers_in_mid_epoch_and_keeps_its_place(clock: Clock) -> None:
+    from lightning_perf.data import ResumableLoader
+
+    def run(*items: Callback, path: str | None = None) -> Any:
+        module = Timed(clock)
+        loader = ResumableLoader(Taking(clock, 0.05), 2, shuffle=True)
+        trainer(callbacks=list(items), max_epochs=1).fit(module, loader, ckpt_path=path)
+        return [items[:-1] for _, items in module.seen["fit"]]
+
+    straight = run()
+    first = run(LoaderSettings(), SaveAndStop(33, "middle.ckpt"))
+    assert first + run(LoaderSettings(), path="middle.ckpt") == straight
 
 
 def test_the_injected_distributed_sampler_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +381,7 @@ def test_data_that_steps_wait_for_get_workers_in_mid_epoch_and_no_batch_is_lost(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_come_in_mid_epoch_serve_later_epochs_too(clock, persistent: bool) -> None:
     plain = timed(clock, 0.05, epochs=4)
@@ -481,7 +505,16 @@ def test_a_search_goes_one_step_back_at_most_and_never_below_the_beginning() -> 
 
 def test_a_search_has_no_more_than_is_allowed_even_if_steps_take_no_time() -> None:
     assert search(0, 3, {0: (0.5, 0.0), 3: (0.1, 0.0)})[0] == [0, 3]
-    assert search(4, 2, {4: (0.5, 0.1)})[0] == [4]
+    assert search(4, 2, {4: (0.5, 0.1)}) == (
+        [4],
+        "steps wait for data 83% of the time, and more workers than CPUs are not tried",
+    )
+
+
+def test_a_validation_between_two_steps_is_not_taken_for_a_step() -> None:
+    found = Search(0, 4)
+    numbers = [found.note(0.1, 60.0 if step == 5 else 0.1) for step in range(20)]
+    assert [number for number in numbers if number] == [2]
 
 
 def test_ranks_share_the_cpus_and_a_quota_counts() -> None:
