@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from models import trainer
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_perf import NoEffectWarning
@@ -25,7 +27,8 @@ from lightning_perf._item import statuses
 from lightning_perf._preserve_state import preserve_state
 from lightning_perf.callbacks import DevicePrefetch, LoaderSettings, _ahead_loader
 from lightning_perf.callbacks._ahead_loader import AheadLoader
-from lightning_perf.data import ResumableLoader
+from lightning_perf.callbacks.device_prefetch import copying
+from lightning_perf.data import BufferPool, ResumableLoader
 
 NUMBERS = tuple(range(23))
 
@@ -424,6 +427,121 @@ def test_a_probe_stops_the_thread_while_it_puts_things_back() -> None:
     data = DataLoader(Counting(), batch_size=1)
     trainer(callbacks=[DevicePrefetch(2), Probe()]).fit(module, data)
     assert [items for _, items in module.seen["fit"]] == [(i + 1,) for i in range(23)]
+
+
+# --- Copies, with stand-ins for a CUDA device ---------------------------------------------------
+
+
+class Event:
+    happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class SideStream:
+    """Notes what it is told to wait for."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.waited: list[Event] = []
+
+    def record_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def wait_event(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+class Unpinned(BufferPool):
+    """Does without a device that copies from pinned memory."""
+
+    def lease(self, shape: Any, dtype: Any = torch.float32, device: Any = "cpu", *, pinned: Any):
+        assert pinned
+        return super().lease(shape, dtype, device)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, SideStream]:
+    side, current = SideStream(), SideStream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    return side, current
+
+
+class Typed(torch.Tensor):
+    """A tensor of its own kind."""
+
+
+def test_a_copied_batch_is_the_same_and_the_step_waits_for_it(streams) -> None:
+    side, current = streams
+    pool = Unpinned()
+    batch = {
+        "plain": torch.randn(3, 4),
+        "nhwc": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "typed": torch.randn(3).as_subclass(Typed),
+        "sparse": torch.eye(3).to_sparse(),
+        "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
+        "empty": torch.ones(0, 5),
+        "number": torch.tensor(3, dtype=torch.int64),
+        "rest": ["text", None, 2.5],
+    }
+    give = copying(torch.device("cpu"), pool)(batch)
+    assert not current.waited
+    copied = give()
+    assert current.waited == side.events
+    for name in ("plain", "nhwc", "typed", "empty", "number"):
+        assert torch.equal(copied[name], batch[name])
+        assert copied[name].stride() == batch[name].stride()
+        assert copied[name].dtype == batch[name].dtype
+        assert type(copied[name]) is type(batch[name])
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3))
+    assert isinstance(copied["packed"], PackedSequence)
+    assert torch.equal(copied["packed"].data, batch["packed"].data)
+    assert copied["rest"] == batch["rest"]
+    assert copied["plain"].data_ptr() != batch["plain"].data_ptr()
+    assert pool.statistics.leased == 0
+
+
+def test_pinned_memory_is_used_again_only_once_the_copy_has_happened(streams) -> None:
+    side, _ = streams
+    pool = Unpinned()
+    start = copying(torch.device("cpu"), pool)
+    for number in range(3):
+        assert start([torch.full((8,), float(number))])()[0][0] == number
+    assert pool.statistics.reused == 0
+    for event in side.events:
+        event.happened = True
+    for number in range(3):
+        assert start([torch.full((8,), float(number))])()[0][0] == number
+    assert pool.statistics.reused == 3
+    assert pool.statistics.abandoned == 0
+
+
+@pytest.mark.parametrize("owner", ["module", "data module", "nobody"])
+def test_hooks_that_expect_the_host_keep_batches_there(owner: str, streams, monkeypatch) -> None:
+    class Hooked(Notes):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    class HookedData(Data):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    run = trainer()
+    monkeypatch.setattr(run.strategy, "_root_device", torch.device("cuda", 0))
+    run.datamodule = HookedData() if owner == "data module" else Data()
+    module = Hooked() if owner == "module" else Notes()
+    prepare, text = DevicePrefetch()._prepare(run, module)
+    assert (prepare is None) == (owner != "nobody")
+    names = {
+        "module": "Hooked.transfer_batch_to_device expects them on the host",
+        "data module": "HookedData.on_before_batch_transfer expects them on the host",
+        "nobody": "copied on a stream of their own",
+    }
+    assert text.endswith(names[owner])
 
 
 # --- With others, and by itself -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -119,14 +120,13 @@ def test_all_else_of_a_loader_stays_and_the_object_too() -> None:
     )  # fmt: skip
     parts = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator", "drop_last")
     before = {name: getattr(loader, name) for name in (*parts, "worker_init_fn", "timeout")}
+    attributes = vars(loader).copy()
     with settings_of(loader, 2, persistent_workers=True, prefetch_factor=4):
         assert type(loader) is Subclass
         assert {name: getattr(loader, name) for name in before} == before
         assert (loader.num_workers, loader.persistent_workers) == (2, True)
-    attributes = vars(loader).copy()
-    assert attributes == vars(loader)
+    assert vars(loader) == attributes
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, False, 2)
-    assert "_get_iterator" not in attributes
 
 
 def test_without_workers_what_depends_on_them_is_left_out() -> None:
@@ -267,11 +267,26 @@ def test_a_resumable_loader_gets_workers_in_mid_epoch_and_keeps_its_place(clock:
     assert first + run(LoaderSettings(), path="middle.ckpt") == straight
 
 
-def test_the_injected_distributed_sampler_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = DataLoader(NUMBERS, 2, sampler=DistributedSampler(NUMBERS, 2, 1, shuffle=False))
-    plain = list(loader)
-    with settings_of(loader, 1):
-        assert all(map(torch.equal, loader, plain))
+def test_the_sampler_that_lightning_injects_stays() -> None:
+    class Sampler(Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            assert isinstance(trainer.train_dataloader.sampler, DistributedSampler)
+            self.workers = trainer.train_dataloader.num_workers
+
+    def run(*items: Callback) -> Any:
+        module = Notes()
+        runner = trainer(callbacks=list(items), max_epochs=2, strategy="ddp")
+        try:
+            runner.fit(module, numbers(shuffle=True), numbers())
+        finally:
+            torch.distributed.destroy_process_group()
+            for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+                os.environ.pop(name)
+        return module.seen
+
+    look = Sampler()
+    assert run(LoaderSettings(1), look) == run(Sampler())
+    assert look.workers == 1
 
 
 # --- Exactness ----------------------------------------------------------------------------------
