@@ -18,6 +18,8 @@ from lightning_perf.callbacks._worker_search import Search, workers_text
 
 clock = time.perf_counter
 
+_ITERATIONS = "_lightning_perf_iterations"
+
 # torch keeps the context under this name; its property insists on workers.
 _CONTEXT = "_DataLoader__multiprocessing_context"
 
@@ -100,6 +102,15 @@ class ServedLoader:
         if makes_torchs_iterators(loader):
             vars(loader)["_get_iterator"] = self.iterator
 
+    @property
+    def iterations(self) -> int:
+        """How many iterations there were; kept with the loader, so that probes can be undone."""
+        return int(vars(self.loader)[_ITERATIONS])
+
+    @iterations.setter
+    def iterations(self, number: int) -> None:
+        vars(self.loader)[_ITERATIONS] = number
+
     def iterator(self) -> ServedIterator:
         """Return a new iteration of the loader, in the place of torch's."""
         self.iterations += 1
@@ -125,7 +136,8 @@ class ServedLoader:
     def close(self) -> None:
         """End the workers and put everything back."""
         end_workers(self.loader)
-        vars(self.loader).pop("_get_iterator", None)
+        for name in ("_get_iterator", _ITERATIONS):
+            vars(self.loader).pop(name, None)
         attributes = vars(self.own).copy()
         attributes[_CONTEXT] = attributes.pop("multiprocessing_context")
         vars(self.loader).update(attributes)
@@ -150,9 +162,16 @@ class ServedIterator(Iterator[Any]):
 
     def _reset(self, loader: DataLoader[Any]) -> None:
         """Begin again, as `DataLoader` asks persistent workers to."""
-        self._served.again()
         self._given = None
-        self._inner._reset(loader)
+        if self._rest is None:
+            self._served.again()
+            self._inner._reset(loader)
+            return
+        # The iteration was left before the next workers could take over, and they begin this one.
+        self._rest = None
+        self.end()
+        self._served.iterations += 1
+        self._inner = self._served.open()
 
     def __len__(self) -> int:
         return len(self._served.loader)

@@ -284,8 +284,7 @@ def resumed(*items: Callback, path: str | None = None) -> Notes:
     return module
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("step", [1, 3, 12, 17])
+@pytest.mark.parametrize(("step", "depth"), [(1, 4), (3, 4), (12, 4), (17, 4), (17, 1)])
 def test_a_checkpoint_holds_the_place_of_the_steps_and_not_of_the_thread(step, depth) -> None:
     straight = resumed().seen["fit"]
     first = resumed(DevicePrefetch(depth), SaveAndStop(step, "middle.ckpt"))
@@ -342,8 +341,9 @@ class Failing(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(
+    ("workers", "depth"), [(0, 1), (0, 4), pytest.param(1, 4, marks=pytest.mark.slow)]
+)
 def test_an_error_in_the_data_comes_at_its_step(workers: int, depth: int) -> None:
     module = Notes()
     run = trainer(callbacks=[DevicePrefetch(depth)])

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_perf._hardware import detect
 from lightning_perf._item import statuses
 from lightning_perf._knobs import knobs
+from lightning_perf._preserve_state import preserve_loader
 from lightning_perf.callbacks import LoaderSettings, Threads, _loader_workers, loader_settings
 from lightning_perf.callbacks._loader_workers import ServedLoader, Settings
 from lightning_perf.callbacks._worker_search import Search
@@ -267,6 +268,7 @@ def test_a_resumable_loader_gets_workers_in_mid_epoch_and_keeps_its_place(clock:
     assert first + run(LoaderSettings(), path="middle.ckpt") == straight
 
 
+@pytest.mark.slow
 def test_the_sampler_that_lightning_injects_stays() -> None:
     class Sampler(Callback):
         def on_train_start(self, trainer, pl_module) -> None:
@@ -301,8 +303,9 @@ class Drawing(Notes):
 
 
 @pytest.mark.parametrize("own", [{}, {"generator": True}, {"num_workers": 1}, {"persistent": True}])
-@pytest.mark.parametrize("asked", [{}, {"persistent_workers": True}])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("workers", "asked"), [(0, {}), (1, {}), (1, {"persistent_workers": True})]
+)
 def test_order_and_random_numbers_are_those_of_a_plain_run(own, asked, workers) -> None:
     def run(*items: Callback) -> Any:
         options: dict[str, Any] = {"num_workers": own.get("num_workers", 0)}
@@ -454,6 +457,43 @@ def test_a_loader_with_workers_hands_over_to_more(clock: Clock) -> None:
                     iterator._prepare(2 - epoch)
         server.close()
         return batches
+
+    assert run(served=True) == run(served=False)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_epoch_that_ends_before_more_workers_take_over(persistent: bool) -> None:
+    def run(served: bool) -> list[list[int]]:
+        torch.manual_seed(3)
+        loader = numbers(num_workers=1, shuffle=True, persistent_workers=persistent)
+        server = ServedLoader(loader, settings(loader), None, print) if served else None
+        batches = []
+        for epoch in range(3):
+            for index, batch in enumerate(iterator := iter(loader)):
+                batches.append(batch.tolist())
+                if index == 3 and epoch == 0:
+                    if served:
+                        iterator._prepare(2)
+                    break
+        if server is not None:
+            assert loader.num_workers == 2
+            server.close()
+        return batches
+
+    assert run(served=True) == run(served=False)
+
+
+def test_a_probe_of_the_loader_changes_no_random_number() -> None:
+    def run(served: bool) -> list[list[int]]:
+        torch.manual_seed(3)
+        loader = numbers(num_workers=1, shuffle=True, persistent_workers=True)
+        server = ServedLoader(loader, settings(loader), None, print) if served else None
+        with preserve_loader(loader):
+            next(iter(loader))
+        batches = [batch.tolist() for _ in range(2) for batch in loader]
+        if server is not None:
+            server.close()
+        return [*batches, torch.rand(3).tolist()]
 
     assert run(served=True) == run(served=False)
 
