@@ -72,14 +72,14 @@ class AheadLoader(CombinedLoader):
         self._fetching = threading.Lock()
         self._thread: _Ahead | None = None
         self._next_index = 0
-        self.enabled = True
         self._may, self._known = True, False
+        self._closed = False
 
     def __iter__(self) -> AheadLoader:
         self.stop()
         super().__iter__()
         self._next_index = 0
-        self._may, self._known = self.enabled, False
+        self._may, self._known = not self._closed, False
         return self
 
     def __next__(self) -> Any:
@@ -120,6 +120,11 @@ class AheadLoader(CombinedLoader):
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.end()
+
+    def close(self) -> None:
+        """Fetch nothing in advance any more."""
+        self._closed, self._may = True, False
+        self.stop()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -88,7 +88,7 @@ class DevicePrefetch(PerfCallback):
             return loader
 
         with ExitStack() as stack:
-            stack.callback(_end, loaders)
+            stack.callback(_close, loaders)
             for source, mode in _compat.loader_sources(trainer):
                 make = _Made(source.dataloader, mode, ahead)
                 stack.enter_context(instance_attribute(source, "dataloader", make))
@@ -192,8 +192,6 @@ class _Made:
         return self._ahead(CombinedLoader(loaders, self._mode), self._mode)  # type: ignore[arg-type]  # a literal
 
 
-def _end(loaders: WeakSet[AheadLoader]) -> None:
+def _close(loaders: WeakSet[AheadLoader]) -> None:
     for loader in loaders:
-        loader.enabled = False
-        loader._may = False
-        loader.stop()
+        loader.close()

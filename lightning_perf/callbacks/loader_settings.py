@@ -87,6 +87,13 @@ class LoaderSettings(PerfCallback):
                 "nothing to set. Give a setting, or 'auto'."
             )
 
+    def why_not(self, trainer: Trainer, module: LightningModule) -> str | None:
+        """Return the reason: all that is asked for is pinned memory that no device copies from."""
+        others = {name for name, value in self._asked().items() if value is not None}
+        if others == {"pin_memory"} and self.pin_memory and not torch.accelerator.is_available():
+            return "no device here copies from pinned memory."
+        return None
+
     @contextmanager
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Set them on each loader before its workers start, and put them back."""
@@ -123,6 +130,8 @@ class LoaderSettings(PerfCallback):
             for name, value in self._asked().items()
             if value is not None and name != "num_workers"
         ]
+        if self.pin_memory and not torch.accelerator.is_available():
+            parts[0] = "pin_memory left out, as no device copies from it"
         if self.num_workers == "auto":
             parts.insert(0, f"up to {most} workers, if steps wait for data")
         elif self.num_workers is not None:
