@@ -42,7 +42,9 @@ class DevicePrefetch(PerfCallback):
         ValueError: ``depth`` is no number of at least 1.
 
     Example:
-        >>> Trainer(accelerator="cpu", callbacks=[DevicePrefetch()])
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_perf.callbacks import DevicePrefetch
+        >>> trainer = Trainer(accelerator="cpu", callbacks=[DevicePrefetch()])
 
     Source: PyTorch tuning guide, "Enable asynchronous data loading and augmentation".
     """

@@ -42,8 +42,11 @@ class DeviceTransforms(PerfCallback):
         TypeError: In the run, where the transform returns nothing.
 
     Example:
+        >>> from lightning.pytorch import Trainer
         >>> from torchvision.transforms import v2
-        >>> Trainer(accelerator="cpu", callbacks=[DeviceTransforms(v2.RandomHorizontalFlip())])
+        >>> from lightning_perf.callbacks import DeviceTransforms
+        >>> flip = DeviceTransforms(v2.RandomHorizontalFlip())
+        >>> trainer = Trainer(accelerator="cpu", callbacks=[flip])
 
     Source: ten techniques, 2.2.
     """

@@ -55,7 +55,9 @@ class LoaderSettings(PerfCallback):
         ValueError: No such value, or nothing is asked for.
 
     Example:
-        >>> Trainer(accelerator="cpu", callbacks=[LoaderSettings()])
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_perf.callbacks import LoaderSettings
+        >>> trainer = Trainer(accelerator="cpu", callbacks=[LoaderSettings()])
 
     Source: PyTorch tuning guide, "Enable asynchronous data loading and augmentation".
     """
