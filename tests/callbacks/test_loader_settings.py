@@ -24,7 +24,13 @@ from lightning_perf._hardware import detect
 from lightning_perf._item import Status, statuses
 from lightning_perf._knobs import knobs
 from lightning_perf._preserve_state import preserve_loader
-from lightning_perf.callbacks import LoaderSettings, Threads, _loader_workers, loader_settings
+from lightning_perf.callbacks import (
+    DevicePrefetch,
+    LoaderSettings,
+    Threads,
+    _loader_workers,
+    loader_settings,
+)
 from lightning_perf.callbacks._loader_workers import ServedLoader, Settings
 from lightning_perf.callbacks._worker_search import Search
 from lightning_perf.callbacks.loader_settings import loader_settings as settings_of
@@ -406,6 +412,14 @@ def test_workers_that_come_in_mid_epoch_serve_later_epochs_too(clock, persistent
     auto = timed(clock, 0.05, LoaderSettings(persistent_workers=persistent), epochs=4)
     assert auto.seen == plain.seen
     assert set(auto.workers[85:150]) == {2}
+
+
+def test_workers_may_come_while_a_thread_fetches_ahead(clock: Clock) -> None:
+    plain = timed(clock, 0.05)
+    for items in ([LoaderSettings(), DevicePrefetch()], [DevicePrefetch(), LoaderSettings()]):
+        both = timed(clock, 0.05, *items)
+        assert both.seen == plain.seen
+        assert 2 in both.workers
 
 
 def test_data_that_nobody_waits_for_get_none(clock: Clock, caplog) -> None:
