@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, cast
@@ -13,6 +13,14 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_perf._item import instance_attribute
+
+LOOPS = {
+    "train": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+"""The loops, by the names of Lightning's stages, and the step of each."""
 
 
 @contextmanager
@@ -35,13 +43,19 @@ def every_batch(trainer: Trainer, convert: Callable[[Any], Any]) -> Iterator[Non
         yield
 
 
-def batches_unseen(module: LightningModule) -> str | None:
-    """Return the reason when `every_batch` never sees the training batches, else ``None``."""
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        return (
-            f"{type(module).__name__}.training_step takes `dataloader_iter`, so Lightning moves no "
-            "batch itself. Take `batch` instead."
-        )
+def batches_unseen(module: LightningModule, loops: Iterable[str] = ("train",)) -> str | None:
+    """Return the reason when `every_batch` never sees the batches of a loop, else ``None``.
+
+    Args:
+        module: The LightningModule.
+        loops: Names from `LOOPS`.
+    """
+    for step in (LOOPS[loop] for loop in loops):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            return (
+                f"{type(module).__name__}.{step} takes `dataloader_iter`, so Lightning moves no "
+                "batch itself. Take `batch` instead."
+            )
     return None
 
 

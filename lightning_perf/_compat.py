@@ -129,6 +129,23 @@ def given_loaders(trainer: Trainer) -> list[Any]:
     return [loader for source in given for loader in CombinedLoader(source).flattened]
 
 
+def loader_sources(trainer: Trainer) -> list[tuple[Any, str]]:
+    """Return what asks for the loaders of each loop, and the mode in which it combines them.
+
+    Loops make the `CombinedLoader` that they iterate from what ``_data_source.dataloader()``
+    returns, and take one that is returned as it is. Nothing public lies between (2.5.0 - 2.6.6).
+    """
+    return [
+        (loop._data_source, "max_size_cycle" if loop is trainer.fit_loop else "sequential")
+        for loop in _data_loops(trainer)
+    ]
+
+
+def mode_of(combined: CombinedLoader) -> str:
+    """Return how a `CombinedLoader` combines, kept in ``_mode`` only (2.5.0 - 2.6.6)."""
+    return combined._mode
+
+
 def before_transfer(module: LightningModule, batch: Any) -> Any:
     """Call ``on_before_batch_transfer`` of module or data module, whichever overrides it.
 

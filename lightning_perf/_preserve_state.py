@@ -66,19 +66,24 @@ def preserve_state(
     Raises:
         RuntimeError: The model has layers whose shapes are not known before their first batch.
     """
-    snapshot = _Snapshot((*_STATEFUL, *_compat.RUN_STATE), on_host=on_host)
-    for combined in _compat.combined_loaders(trainer):
-        snapshot.remember_attributes(combined)
-        for loader in combined.flattened:
+    with ExitStack() as stack:
+        for combined in _compat.combined_loaders(trainer):
+            # A thread that fetches in advance would advance what is remembered here.
+            stack.enter_context(getattr(combined, "paused", nullcontext)())
+        snapshot = _Snapshot((*_STATEFUL, *_compat.RUN_STATE), on_host=on_host)
+        for combined in _compat.combined_loaders(trainer):
+            snapshot.remember_attributes(combined)
+            for loader in combined.flattened:
+                snapshot.remember_loader(loader)
+        for loader in _compat.given_loaders(trainer):
             snapshot.remember_loader(loader)
-    for loader in _compat.given_loaders(trainer):
-        snapshot.remember_loader(loader)
-    snapshot.remember_source(trainer.datamodule)  # type: ignore[attr-defined]  # not declared
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    wrapper = trainer.strategy.model  # DDP's, say, with marks of its own
-    snapshot.follow(trainer, module, wrapper, *trainer.optimizers, *schedulers, scaler)
-    with preserve_rng(), snapshot.undone():
+        snapshot.remember_source(trainer.datamodule)  # type: ignore[attr-defined]  # not declared
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        wrapper = trainer.strategy.model  # DDP's, say, with marks of its own
+        snapshot.follow(trainer, module, wrapper, *trainer.optimizers, *schedulers, scaler)
+        stack.enter_context(preserve_rng())
+        stack.enter_context(snapshot.undone())
         yield
 
 

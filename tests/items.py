@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from cpu_graphs import cpu_graphs
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,6 +16,7 @@ from models import Classifier, LateClassifier, conv_net, images, mlp, trainer
 from torch import nn
 
 from lightning_perf import callbacks
+from lightning_perf._batches import map_tensors
 from lightning_perf._item import PerfCallback
 from lightning_perf._knobs import knobs
 
@@ -89,6 +92,20 @@ class ClassifierWithItsOwnChoice(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.lr, foreach=False)
 
 
+class ClassifierOfIterators(Classifier):
+    """Its steps take batches from the loader themselves."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+def drawn(batch: Any) -> Any:
+    """Return a copy of a batch, and draw random numbers of every kind."""
+    torch.rand(3), random.random(), np.random.rand()
+    return map_tensors(batch, torch.Tensor.clone)
+
+
 def conv_net_with_biases() -> nn.Sequential:
     """The same as `conv_net`, but its convolutions have the bias that the norms subtract."""
     net = conv_net()
@@ -152,6 +169,28 @@ ROWS = [
         acts_on_cpu=False,
     ),
     Row(
+        callbacks.DevicePrefetch,
+        wrong=(
+            ({"depth": 0}, "at least 1"),
+            ({"depth": 1.5}, "at least 1"),
+            ({"depth": "all"}, "leave the item out"),
+        ),
+    ),
+    Row(
+        callbacks.DeviceTransforms,
+        {"transform": "items.drawn", "loops": ["train", "test"]},
+        idle_model=ClassifierOfIterators,
+        wrong=(
+            ({"transform": "flip"}, "dotted path"),
+            ({"transform": "items.flip"}, "nothing at that path"),
+            ({"transform": "items.ROWS"}, "which is list"),
+            ({"transform": "torchvision.transforms.v2.Normalize"}, "class_path"),
+            ({"transform": "items.drawn", "loops": "train"}, "a list of some of"),
+            ({"transform": "items.drawn", "loops": ["val"]}, "'validate'"),
+            ({"transform": "items.drawn", "seed": -1}, "at least 0"),
+        ),
+    ),
+    Row(
         callbacks.DisableDebugAPIs,
         around=lambda: knobs(anomaly_mode=True),
     ),
@@ -194,6 +233,16 @@ ROWS = [
             ({"modules": []}, "give names"),
             ({"modules": ["BatchNorm2"]}, "'BatchNorm2d'"),
             ({"modules": ["net.9"]}, "'net.8'"),
+        ),
+    ),
+    Row(
+        callbacks.LoaderSettings,
+        wrong=(
+            ({"num_workers": "many"}, "'auto', a number"),
+            ({"num_workers": -1}, "at least 0"),
+            ({"num_workers": None}, "nothing to set"),
+            ({"prefetch_factor": 0}, "at least 1"),
+            ({"multiprocessing_context": "thread"}, "'spawn'"),
         ),
     ),
     Row(

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_perf._hardware import Hardware, detect
-from lightning_perf._item import PerfCallback
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf._knobs import knobs
 from lightning_perf.callbacks._loaders import every_loader
 from lightning_perf.launch.verify import promised
@@ -152,6 +152,8 @@ class Threads(PerfCallback):
     guide: ClassVar[str] = "T utilize OpenMP"
     changes: ClassVar[frozenset[str]] = frozenset({"intra_op_threads"})
     exact: ClassVar[bool] = False
+    # It looks at the workers of loaders, which `LoaderSettings` may change.
+    moment: ClassVar[Moment] = "before_wrap"
 
     def __init__(self, intra_op: int | str = "auto", *, strict: bool | None = None) -> None:
         _require_valid(intra_op)
@@ -168,7 +170,7 @@ class Threads(PerfCallback):
             for reason in _on_all_ranks(mine):
                 if reason is not None:
                     return reason
-            ranks = _sharing_ranks()
+            ranks = sharing_ranks()
         threads, fewest = self._range(trainer, hardware, ranks)
         if all(_on_all_ranks(torch.get_num_threads() == threads == fewest)):
             return f"{_threads(threads)} per process is what PyTorch uses already."
@@ -178,7 +180,7 @@ class Threads(PerfCallback):
     def applied(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
         """Set the threads, lower them for loader workers, and put them back."""
         hardware = detect()
-        ranks = _sharing_ranks() if self.intra_op == "auto" else 1
+        ranks = sharing_ranks() if self.intra_op == "auto" else 1
         threads, fewest = self._range(trainer, hardware, ranks)
         before = torch.get_num_threads()
         if threads > hardware.usable_cores:
@@ -221,13 +223,13 @@ def _require_valid(intra_op: int | str) -> None:
 
 def _fitting(loader_workers: int) -> int:
     """Return the threads that ``"auto"`` stands for outside a Trainer."""
-    hardware, ranks = detect(), _sharing_ranks()
+    hardware, ranks = detect(), sharing_ranks()
     if decided_elsewhere(os.environ, hardware, ranks):
         return torch.get_num_threads()
     return intra_op_threads(hardware, ranks, loader_workers)
 
 
-def _sharing_ranks() -> int:
+def sharing_ranks() -> int:
     """Count the ranks that may run on the CPUs of this one; bound ranks share with nobody."""
     machine = socket.gethostname()
     cpus = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,))

@@ -358,7 +358,7 @@ def test_ranks_bound_to_cpus_of_their_own_share_nothing(monkeypatch: pytest.Monk
 
     def ranks(*places):
         monkeypatch.setattr(threads_module, "_on_all_ranks", lambda value: list(places))
-        return threads_module._sharing_ranks()
+        return threads_module.sharing_ranks()
 
     assert ranks((host, mine), (host, mine)) == 2
     assert ranks((host, mine), (host, frozenset({10_001})), ("another", mine)) == 1
