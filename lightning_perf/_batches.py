@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 
 LOOPS = {
     "train": "training_step",

@@ -16,7 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_perf import NoEffectWarning, _compat
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._knobs import KNOBS
+from lightning_perf.data._followed_samplers import followed_samplers
 from lightning_perf.presets import Preset
 
 _log = logging.getLogger(__name__)
@@ -140,9 +142,6 @@ class PerfCallback(Callback, ABC):
                 run.close()
             run = _runs[trainer] = _Run()
             run.stack.enter_context(_around_wrap(trainer, run))
-            # Not at the top: that module needs this one.
-            from lightning_perf.data._followed_samplers import followed_samplers
-
             run.stack.enter_context(followed_samplers(trainer))
         if stage not in self.stages:
             return
@@ -167,21 +166,6 @@ def statuses(trainer: Trainer) -> tuple[Status, ...]:
     """Return what became of each item in the current or latest run of ``trainer``."""
     run = _runs.get(trainer)
     return tuple(run.statuses) if run else ()
-
-
-@contextmanager
-def instance_attribute(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on one object, above what its class defines, for the length of a block."""
-    attributes = vars(obj)
-    had, previous = name in attributes, attributes.get(name)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if had:
-            attributes[name] = previous
-        else:
-            attributes.pop(name, None)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._conv_norm import Pair
-from lightning_perf._item import instance_attribute
 
 _TRANSPOSED: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.ConvTranspose1d: nn.functional.conv_transpose1d,

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 
 _BREAKS_NAMED = 3
 

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf.callbacks._worker_search import Search, workers_text
 
 clock = time.perf_counter

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_perf import _compat
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import map_tensors
-from lightning_perf._item import instance_attribute
 from lightning_perf._preserve_state import preserve_state
 from lightning_perf.callbacks._largest_input import Input, shapes
 from lightning_perf.callbacks._out_of_memory import (

@@ -14,8 +14,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import batches_unseen, every_batch, map_tensors
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf.callbacks._regions import inside_compiled
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

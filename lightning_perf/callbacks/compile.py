@@ -13,8 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import batches_unseen, every_batch
-from lightning_perf._item import PerfCallback, instance_attribute
+from lightning_perf._item import PerfCallback
 from lightning_perf._knobs import KNOBS, knobs
 from lightning_perf.callbacks._batch_shapes import (
     FEW_SHAPES,

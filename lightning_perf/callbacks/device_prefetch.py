@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_perf import _compat
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import map_tensors
-from lightning_perf._item import PerfCallback, instance_attribute
+from lightning_perf._item import PerfCallback
 from lightning_perf.callbacks._ahead_loader import AheadLoader, Prepare
 from lightning_perf.data.buffer_pool import BufferPool, Lease
 

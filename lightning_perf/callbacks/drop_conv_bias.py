@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._conv_norm import CONVOLUTIONS, Flow, find_pairs, list_kept
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf.callbacks._conv_norm_bias import (
     CHANNELS,
     Bias,

@@ -16,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS
 
 from lightning_perf import _compat
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import batches_unseen
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf.callbacks._gradient_window import (
     GradientWindow,
     Number,

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._conv_norm import Flow
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf.inference.fold import describe, foldable, folded_pairs
 
 

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._attributes import instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf._knobs import KNOBS, knobs
 
 _EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")

@@ -15,8 +15,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import map_tensors
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf.callbacks._blocks import has_forward
 
 _HALF = (torch.float16, torch.bfloat16)

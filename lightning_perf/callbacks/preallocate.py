@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import batches_unseen
-from lightning_perf._item import Moment, PerfCallback, instance_attribute
+from lightning_perf._item import Moment, PerfCallback
 from lightning_perf._preserve_state import preserve_loader, preserve_model
 from lightning_perf.callbacks._largest_batch import NoLargestBatchError, fetch, find_largest
 from lightning_perf.callbacks._largest_input import (

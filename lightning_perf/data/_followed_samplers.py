@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf.data._planned_batch_sampler import PlannedBatchSampler
 from lightning_perf.data.resumable_loader import ResumableLoader
 

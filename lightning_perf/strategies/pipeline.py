@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import batches_unseen
-from lightning_perf._item import instance_attribute
 from lightning_perf.strategies._pipeline.exchange import likes, random_numbers, same_random_numbers
 from lightning_perf.strategies._pipeline.micro_batches import Recorder, micro_batches
 from lightning_perf.strategies._pipeline.pipe import Pipe

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf.callbacks._checkpoint.meter import (
     Meter,
     Profile,

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf.callbacks._checkpoint.forward import Block, Stopwatch
 from lightning_perf.callbacks._checkpoint.meter import Meter, readable, total_bytes, union
 

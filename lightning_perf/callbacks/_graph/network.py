@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._preserve_state import preserve_model
 from lightning_perf.callbacks._graph.engine import Engine
 from lightning_perf.callbacks._graph.network_record import NetworkGraph, device_of

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 
 Note = Callable[[str], None]
 

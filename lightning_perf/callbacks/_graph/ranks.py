@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_perf import _compat
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf.callbacks._graph.engine import Engine
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_perf import _compat
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import map_tensors
-from lightning_perf._item import instance_attribute
 from lightning_perf._preserve_state import preserve_model
 from lightning_perf.callbacks._graph.engine import Engine
 from lightning_perf.callbacks._graph.probe import IneligibleError, first_cause

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_perf._attributes import instance_attribute
 from lightning_perf._batches import batches_unseen
-from lightning_perf._item import instance_attribute
 from lightning_perf.callbacks._graph.probe import (
     IneligibleError,
     LogRecorder,

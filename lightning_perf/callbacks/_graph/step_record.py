@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_perf import _compat
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 from lightning_perf.callbacks._graph.engine import Engine
 from lightning_perf.callbacks._graph.probe import IneligibleError, LogRecorder
 from lightning_perf.callbacks._graph.signature import filled, flatten

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_perf._item import instance_attribute
+from lightning_perf._attributes import instance_attribute
 
 Part = Callable[..., Any]
 """What one stage computes: takes what the stage before hands on, one argument a tensor."""
