@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -32,9 +32,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from lightning_perf.data._planned_batch_sampler import PlannedBatchSampler
 
 CallbackT = TypeVar("CallbackT", bound=Callback)
 
@@ -247,12 +244,15 @@ def join_process_group(strategy: ParallelStrategy, backend: str | None, timeout:
     _init_dist_connection(environment, chosen, **kwargs)  # type: ignore[arg-type]  # set by then
 
 
-def let_lightning_rebuild(sampler: type[PlannedBatchSampler]) -> None:
+def let_lightning_rebuild(sampler: type[Any]) -> None:
     """Let Lightning build objects of a class anew with all their arguments.
 
     It does so with every batch sampler under DDP and in prediction, to hand in another ``sampler``.
     Of a class that is no `BatchSampler` it knows the arguments only if they are in four attributes
     of these names, which it sets itself for loaders that are made in a hook (2.5.0 - 2.6.6).
+
+    Args:
+        sampler: A class whose ``constructor_arguments()`` returns them.
     """
     arguments = property(lambda self: self.constructor_arguments())
     # By `setattr`, as names with two underscores are mangled; a property, as Lightning writes into
