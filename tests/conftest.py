@@ -120,6 +120,8 @@ def seeded() -> None:
 def signal_handlers() -> Iterator[None]:
     """Put back the handlers that Lightning leaves behind after Ctrl-C."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A shell makes what it runs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)

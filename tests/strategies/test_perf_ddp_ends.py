@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,7 +63,12 @@ def test_all_ranks_end(tmp_path: Path, launcher: str, what: str, ranks: str) -> 
     start = [sys.executable, *(TORCHRUN if launcher == "torchrun" else ()), "script.py"]
     with (tmp_path / "output.txt").open("w") as file:
         process = subprocess.Popen(
-            [*start, what, ranks], stdout=file, stderr=subprocess.STDOUT, env=environ
+            [*start, what, ranks],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            # A shell makes what it runs in the background ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             deadline = time.monotonic() + 120
