@@ -80,7 +80,7 @@ class PerfCallback(Callback, ABC):
     """Whether losses stay bit-identical on the same device."""
     moment: ClassVar[Moment] = "setup"
     """When it acts: in ``setup``, or just before or just after the strategy wraps the model."""
-    stages: ClassVar[frozenset[str]] = frozenset({"fit", "validate", "test", "predict"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit", "validate", "test", "predict"})
     """Trainer functions it is made for; in others it is not involved."""
 
     def __init__(self, *, strict: bool | None = None) -> None:
@@ -143,7 +143,7 @@ class PerfCallback(Callback, ABC):
             run = _runs[trainer] = _Run()
             run.stack.enter_context(_around_wrap(trainer, run))
             run.stack.enter_context(followed_samplers(trainer))
-        if stage not in self.stages:
+        if stage not in self.functions:
             return
         run.items.append(self)
         if self.moment == "setup":

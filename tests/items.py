@@ -60,7 +60,7 @@ class Row:
     def run(self, module: LightningModule, *others: Callback, **kwargs: Any) -> Trainer:
         """Train with ``others`` as callbacks, or test if that is what the item is made for."""
         run = trainer(**{**self.trainer, "callbacks": list(others), **kwargs})
-        if "fit" in self.cls.stages:
+        if "fit" in self.cls.functions:
             run.fit(module, images(), images())
         else:
             run.test(module, images(), verbose=False)
@@ -178,15 +178,15 @@ ROWS = [
     ),
     Row(
         callbacks.DeviceTransforms,
-        {"transform": "items.drawn", "loops": ["train", "test"]},
+        {"transform": "items.drawn", "stages": ["train", "test"]},
         idle_model=ClassifierOfIterators,
         wrong=(
             ({"transform": "flip"}, "dotted path"),
             ({"transform": "items.flip"}, "nothing at that path"),
             ({"transform": "items.ROWS"}, "which is list"),
             ({"transform": "torchvision.transforms.v2.Normalize"}, "class_path"),
-            ({"transform": "items.drawn", "loops": "train"}, "a list of some of"),
-            ({"transform": "items.drawn", "loops": ["val"]}, "'validate'"),
+            ({"transform": "items.drawn", "stages": "train"}, "a list of some of"),
+            ({"transform": "items.drawn", "stages": ["val"]}, "'validate'"),
             ({"transform": "items.drawn", "seed": -1}, "at least 0"),
         ),
     ),

@@ -75,7 +75,7 @@ class AfterWrap(Probe):
 
 
 class FitOnly(Probe):
-    stages = frozenset({"fit"})
+    functions = frozenset({"fit"})
 
 
 class Idle(Probe):

@@ -81,7 +81,7 @@ class ActivationCheckpointing(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset({"model", "activation_memory_budget"})
     exact: ClassVar[bool] = True
     moment: ClassVar[Moment] = "before_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"fit"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit"})
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class CUDAGraph(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset({"model"})
     exact: ClassVar[bool] = False
     moment: ClassVar[Moment] = "before_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"fit"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit"})
 
     def __init__(self, scope: str = "network", *, strict: bool | None = None) -> None:
         if scope not in _SCOPES:

@@ -19,7 +19,7 @@ from lightning_perf._preserve_state import preserve_rng
 
 
 class DeviceTransforms(PerfCallback):
-    """Transform each batch on the device, once, in the loops that are asked for.
+    """Transform each batch on the device, once, in the stages that are asked for.
 
     Transforms of whole batches on a GPU free the loader's workers from them. What is given takes
     the batch as it comes out of the loader and the transfer hooks, and returns the one to use:
@@ -32,7 +32,7 @@ class DeviceTransforms(PerfCallback):
 
     Args:
         transform: A callable, or the dotted path of one that is not a class.
-        loops: In which loops: ``"train"``, ``"validate"`` (the sanity check too), ``"test"``,
+        stages: In which loops: ``"train"``, ``"validate"`` (the sanity check too), ``"test"``,
             ``"predict"``. For another transform in another loop, add a second `DeviceTransforms`.
         seed: Where its random numbers begin.
         strict: See `PerfCallback`.
@@ -59,15 +59,15 @@ class DeviceTransforms(PerfCallback):
         self,
         transform: str | Callable[[Any], Any],
         *,
-        loops: Sequence[str] = ("train",),
+        stages: Sequence[str] = ("train",),
         seed: int = 0,
         strict: bool | None = None,
     ) -> None:
         super().__init__(strict=strict)
         _function_of(transform)
-        if isinstance(loops, str) or not loops or not set(loops) <= LOOPS.keys():
+        if isinstance(stages, str) or not stages or not set(stages) <= LOOPS.keys():
             raise ValueError(
-                f"DeviceTransforms(loops={loops!r}) was asked for; it is a list of some of "
+                f"DeviceTransforms(stages={stages!r}) was asked for; it is a list of some of "
                 f"{', '.join(map(repr, LOOPS))}."
             )
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -75,7 +75,7 @@ class DeviceTransforms(PerfCallback):
                 f"DeviceTransforms(seed={seed!r}) was asked for; it is an integer of at least 0."
             )
         self.transform = transform
-        self.loops = tuple(loops)
+        self.stages = tuple(stages)
         self.seed = seed
 
     def why_not(self, trainer: Trainer, module: LightningModule) -> str | None:
@@ -87,7 +87,7 @@ class DeviceTransforms(PerfCallback):
         """Wrap what moves batches, and have the tensors of the transform on the device."""
         loops = self._loops_of(trainer)
         if not loops:
-            yield f"for {' and '.join(self.loops)}, not in this run"
+            yield f"for {' and '.join(self.stages)}, not in this run"
             return
         transform = _function_of(self.transform)
         device = trainer.strategy.root_device
@@ -114,7 +114,7 @@ class DeviceTransforms(PerfCallback):
         """Return those of its loops that this run has."""
         function = trainer.state.fn
         here = {"train", "validate"} if function == "fit" else {function and function.value}
-        return tuple(loop for loop in self.loops if loop in here)
+        return tuple(loop for loop in self.stages if loop in here)
 
 
 @contextmanager

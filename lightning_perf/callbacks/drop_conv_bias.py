@@ -50,7 +50,7 @@ class DropConvBias(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset({"model"})
     exact: ClassVar[bool] = False
     moment: ClassVar[Moment] = "before_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"fit"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit"})
 
     def __init__(self, *, strict: bool | None = None) -> None:
         super().__init__(strict=strict)

@@ -71,7 +71,7 @@ class ExactAccumulation(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset({"optimizer"})
     exact: ClassVar[bool] = False
     moment: ClassVar[Moment] = "after_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"fit"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit"})
 
     def __init__(
         self, weight: str | Callable[[Any], Any] = "batches", *, strict: bool | None = None

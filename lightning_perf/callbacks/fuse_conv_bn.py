@@ -41,7 +41,7 @@ class FuseConvBN(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset({"model"})
     exact: ClassVar[bool] = False
     moment: ClassVar[Moment] = "after_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"validate", "test", "predict"})
+    functions: ClassVar[frozenset[str]] = frozenset({"validate", "test", "predict"})
 
     def __init__(self, *, strict: bool | None = None) -> None:
         super().__init__(strict=strict)

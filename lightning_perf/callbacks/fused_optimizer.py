@@ -47,7 +47,7 @@ class FusedOptimizer(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset({"optimizer"})
     exact: ClassVar[bool] = False
     moment: ClassVar[Moment] = "after_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"fit"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit"})
 
     def __init__(self, *, strict: bool | None = None) -> None:
         super().__init__(strict=strict)

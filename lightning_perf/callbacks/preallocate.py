@@ -78,7 +78,7 @@ class Preallocate(PerfCallback):
     changes: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = True
     moment: ClassVar[Moment] = "after_wrap"
-    stages: ClassVar[frozenset[str]] = frozenset({"fit"})
+    functions: ClassVar[frozenset[str]] = frozenset({"fit"})
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ def test_training_batches_are_transformed_once_whoever_has_the_hooks(module, dat
 
 @pytest.mark.parametrize("loop", ALL)
 def test_each_loop_by_itself(loop: str) -> None:
-    times = all_loops(Looking(), Data(), DeviceTransforms(Count(), loops=[loop]))
+    times = all_loops(Looking(), Data(), DeviceTransforms(Count(), stages=[loop]))
     for stage, seen in times.items():
         asked = stage == loop or (stage, loop) == ("sanity_check", "validate")
         assert seen == [int(asked)] * len(seen), stage
@@ -117,7 +117,7 @@ def test_one_transform_for_training_and_another_for_all_loops_in_the_order_of_th
     def doubled(batch: Any) -> Any:
         return [batch[0] * 2, batch[1]]
 
-    items = (DeviceTransforms(Count()), DeviceTransforms(doubled, loops=ALL))
+    items = (DeviceTransforms(Count()), DeviceTransforms(doubled, stages=ALL))
     times = all_loops(Looking(), Data(), *items)
     assert set(times["train"]) == {2}
     assert set(times["validate"]) == {0}
@@ -192,7 +192,7 @@ def seeded_losses(*items: Callback, **kwargs: Any) -> list[float]:
 
 
 def test_the_random_numbers_of_model_and_data_are_as_without_it() -> None:
-    assert seeded_losses(DeviceTransforms(drawn, loops=ALL)) == seeded_losses()
+    assert seeded_losses(DeviceTransforms(drawn, stages=ALL)) == seeded_losses()
 
 
 def numbers(item_seed: int = 0, *others: Callback, **kwargs: Any) -> list[float]:
@@ -252,7 +252,7 @@ def test_a_run_that_is_resumed_within_an_epoch_goes_on_with_the_same_numbers() -
 
 def test_every_evaluation_has_the_same_numbers() -> None:
     count = Count()
-    item = DeviceTransforms(count, loops=["validate"])
+    item = DeviceTransforms(count, stages=["validate"])
     run = trainer(callbacks=[item], max_epochs=3)
     run.fit(Classifier(), images(), images())
     sanity, *evaluations = count.drawn[:2], *np.reshape(count.drawn[2:], (3, 4)).tolist()
@@ -313,7 +313,7 @@ def test_transforms_are_made_from_a_configuration() -> None:
     flip = {"class_path": "torchvision.transforms.v2.RandomHorizontalFlip", "init_args": {"p": 1.0}}
     entry = {
         "class_path": "lightning_perf.callbacks.DeviceTransforms",
-        "init_args": {"transform": flip, "loops": ["train", "test"]},
+        "init_args": {"transform": flip, "stages": ["train", "test"]},
     }
     parser = LightningArgumentParser()
     parser.add_argument("--item", type=Callback)
@@ -321,7 +321,7 @@ def test_transforms_are_made_from_a_configuration() -> None:
     item = getattr(parser, "instantiate", parser.instantiate_classes)(config).item
     assert isinstance(item.transform, v2.RandomHorizontalFlip)
     assert item.transform.p == 1.0
-    assert item.loops == ("train", "test")
+    assert item.stages == ("train", "test")
 
 
 def test_a_transform_that_returns_nothing_is_explained() -> None:
@@ -338,7 +338,7 @@ def test_a_loop_in_which_lightning_moves_no_batch_is_a_reason(loops: tuple[str, 
         def validation_step(self, dataloader_iter: Any) -> None:
             super().validation_step(*next(dataloader_iter)[:2])
 
-    run = trainer(callbacks=[DeviceTransforms(drawn, loops=loops, strict=False)])
+    run = trainer(callbacks=[DeviceTransforms(drawn, stages=loops, strict=False)])
     run.fit(Validating(), images(), images())
     (status,) = statuses(run)
     assert not status.active
@@ -349,7 +349,7 @@ def test_a_loop_in_which_lightning_moves_no_batch_is_a_reason(loops: tuple[str, 
 
 
 def test_what_it_does_is_said() -> None:
-    item = DeviceTransforms(drawn, loops=["train", "test"])
+    item = DeviceTransforms(drawn, stages=["train", "test"])
     run = trainer(callbacks=[item])
     run.fit(Classifier(), images(), images())
     assert statuses(run)[0].text == "drawn in train"
