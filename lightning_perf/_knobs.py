@@ -126,9 +126,13 @@ def _read_cpu_affinity() -> str | None:
 
 
 def _bind(cpus_of: dict[int, Iterable[int]], others: Iterable[int]) -> None:
-    for thread in _threads_of_process():
-        with suppress(ProcessLookupError):  # it has ended since
-            os.sched_setaffinity(thread, cpus_of.get(thread, others))
+    bound: set[int] = set()
+    # Again, until there are no new ones: what an unbound thread starts meanwhile is unbound too.
+    while threads := set(_threads_of_process()) - bound:
+        for thread in threads:
+            with suppress(ProcessLookupError):  # it has ended since
+                os.sched_setaffinity(thread, cpus_of.get(thread, others))
+        bound |= threads
 
 
 def _write_cpu_affinity(cpus: str) -> None:
