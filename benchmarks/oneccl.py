@@ -22,14 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from datetime import date
 from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import lightning
+import result_file
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -37,7 +35,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
-from lightning_perf._hardware import detect
 from lightning_perf.benchmark.statistics import interval
 from lightning_perf.strategies import PerfDDPStrategy, oneccl
 from lightning_perf.strategies.oneccl._build import VERSION
@@ -308,20 +305,15 @@ def main() -> None:
         rows.append(measure(case, arguments.launches, arguments.turns))
         print(line(rows[-1]), flush=True)
     if arguments.results:
-        hardware = detect()
-        record = {
-            "rows": rows,
-            "ranks": RANKS,
-            "threads_of_a_rank": 1,
-            "hardware": {**asdict(hardware), "isa": sorted(hardware.isa)},
-            "kernel": platform.release(),
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "oneccl": VERSION,
-        }
-        path = arguments.results / f"{date.today().isoformat()}_oneccl.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(path)
+        result_file.write(
+            arguments.results,
+            "oneccl",
+            rows=rows,
+            ranks=RANKS,
+            threads_of_a_rank=1,
+            kernel=platform.release(),
+            oneccl=VERSION,
+        )
 
 
 if __name__ == "__main__":

@@ -21,21 +21,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import lightning
+import result_file
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_perf._hardware import detect
 from lightning_perf.benchmark.statistics import interval
 from lightning_perf.strategies import PerfDDPStrategy
 
@@ -316,16 +313,14 @@ def main() -> None:
     for row in learned:
         print(f"{row['case']}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.3f}")
     if arguments.results:
-        hardware = detect()
-        record = {"rows": rows, "learned": learned, "learning_steps": arguments.learn}
-        record |= {
-            "hardware": {**asdict(hardware), "isa": sorted(hardware.isa)},
-            "bucket_cap_mb": BUCKET_MB,
-        }
-        record |= {"torch": torch.__version__, "lightning": lightning.__version__}
-        path = arguments.results / f"{date.today().isoformat()}_slow_network.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(path)
+        result_file.write(
+            arguments.results,
+            "slow_network",
+            rows=rows,
+            learned=learned,
+            learning_steps=arguments.learn,
+            bucket_cap_mb=BUCKET_MB,
+        )
 
 
 if __name__ == "__main__":

@@ -22,14 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import lightning
 import numpy as np
+import result_file
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -47,7 +45,6 @@ from variable_length_batches import (
     plan_row,
 )
 
-from lightning_perf._hardware import detect
 from lightning_perf.benchmark.statistics import interval
 from lightning_perf.data import MemmapTokens, ResumableLoader, pad_collate
 
@@ -346,22 +343,19 @@ def measure(arguments: argparse.Namespace) -> None:
         loaders = loader_rows(data, arguments.rounds)
     print(show(plans, runs, loaders))
     if arguments.results:
-        hardware = detect()
-        record = {"plans": plans, "runs": runs, "loaders": loaders}
-        record |= {
-            "texts": len(data),
-            "words": int(data.lengths.sum()),
-            "lengths": np.percentile(data.lengths, [0, 5, 25, 50, 75, 95, 100]).tolist(),
-            "batch_size": BATCH_SIZE,
-            "budget": data.budget,
-            "epochs": arguments.epochs,
-            "hardware": {**asdict(hardware), "isa": sorted(hardware.isa)},
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-        }
-        path = arguments.results / f"{date.today().isoformat()}_variable_length.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(path)
+        result_file.write(
+            arguments.results,
+            "variable_length",
+            plans=plans,
+            runs=runs,
+            loaders=loaders,
+            texts=len(data),
+            words=int(data.lengths.sum()),
+            lengths=np.percentile(data.lengths, [0, 5, 25, 50, 75, 95, 100]).tolist(),
+            batch_size=BATCH_SIZE,
+            budget=data.budget,
+            epochs=arguments.epochs,
+        )
 
 
 if __name__ == "__main__":
