@@ -28,6 +28,7 @@ from lightning_perf.strategies._ddp.traffic import count_plain, told
 from lightning_perf.strategies._ddp.uneven import Uneven, even, require_batches
 from lightning_perf.strategies._ddp.unused import UnusedSearch
 from lightning_perf.strategies.comm_hooks import CommHook, Traffic
+from lightning_perf.strategies.comm_hooks.base import ErrorFeedback
 from lightning_perf.strategies.comm_hooks.named import named_hook, require_fitting
 
 # The new name, where there is one; the old name makes PyTorch warn there.
@@ -251,11 +252,13 @@ class PerfDDPStrategy(EndsAlone):
         """Step; compare gradients under a static graph first; rescale what a hook keeps after."""
         if self._proof is not None and self.lightning_module is not None:
             closure = self._proof.around(closure, self.lightning_module)
-        if self.comm_hook is not None and self._loss_scale is None:
+        hook = self.comm_hook
+        if not isinstance(hook, ErrorFeedback):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._loss_scale is None:
             self._loss_scale = LossScale(self.precision_plugin)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.comm_hook is not None and self._loss_scale is not None:
-            self._loss_scale.follow(self.comm_hook)
+        self._loss_scale.follow(hook)
         return output
 
     def post_backward(self, closure_loss: Tensor) -> None:

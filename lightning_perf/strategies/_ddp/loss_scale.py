@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_perf.strategies.comm_hooks import CommHook
+from lightning_perf.strategies.comm_hooks.base import ErrorFeedback
 
 
 class LossScale:
@@ -23,7 +23,7 @@ class LossScale:
     def _now(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    def follow(self, hook: CommHook) -> None:
+    def follow(self, hook: ErrorFeedback) -> None:
         """Rescale what the hook keeps, where the scaler has just changed its factor.
 
         On a GPU it waits for the step of the optimizer, as the scaler does for the pass before it.

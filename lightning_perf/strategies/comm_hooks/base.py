@@ -116,9 +116,6 @@ class CommHook(ABC):
     def flush(self) -> None:  # noqa: B027  # not every hook has something left
         """Start what is left of a backward pass, all of whose buckets were seen."""
 
-    def rescale(self, factor: float) -> None:  # noqa: B027  # not every hook keeps gradients
-        """Multiply what is kept of gradients, where a gradient scaler changed its factor."""
-
     def all_reduce(self, tensor: Tensor) -> dist.Work:
         """Sum a tensor over the ranks, in place, counted."""
         self.traffic.add(tensor)
@@ -216,7 +213,10 @@ class ErrorFeedback(CommHook):
         self.keep("error", matrix.name, matrix.error)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the errors; factors of matrices serve as directions only."""
+        """Multiply the errors, where a gradient scaler changed its factor.
+
+        Factors of matrices serve as directions only.
+        """
         for error in self._kept.get("error", {}).values():
             error *= factor
 
