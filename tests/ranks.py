@@ -72,8 +72,8 @@ def run_ranks(
             end_marked(str(folder))
             process.wait()
     text = output.read_text()
-    assert (code != 0) == fails, text
     assert code is not None, f"no end within {timeout} s: {text}"
+    assert (code != 0) == fails, f"exit status {code}: {text}"
     return text
 
 

@@ -271,6 +271,7 @@ class CclBackend : public c10d::Backend {
     else ++sequence_;
     job->timeout = timeout == kUnset ? milliseconds(group_->timeout_ms) : timeout;
     job->peer = peer;
+    job->sends = type == OpType::SEND;
     job->start = std::move(start);
     job->after = std::move(after);
     Engine::get().submit(job);

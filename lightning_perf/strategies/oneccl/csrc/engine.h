@@ -44,7 +44,6 @@ class Engine {
     return *engine;
   }
 
-
   void add(const GroupPtr& group) {
     std::lock_guard<std::mutex> lock(mutex_);
     groups_.push_back(group);
@@ -57,8 +56,10 @@ class Engine {
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), group.broken);
     if (job->peer >= 0) {
       group.has_transferred = true;
+      // One after the other: oneCCL may start them in another order than it was asked to.
+      const bool waits = next_transfer(group, *job) != nullptr;
       group.transfers.push_back(job);
-      turn(job);
+      if (!waits) turn(job);
     } else {
       group.queue.push_back(job);
       if (group.queue.size() == 1) turn(job);
@@ -165,14 +166,17 @@ class Engine {
     for (;;) {
       changed_.wait(lock, [&] { return !led_ && has_work(); });
       led_ = true;
-      const auto over = lead(lock);
+      auto over = lead(lock);
       led_ = false;
       if (has_work()) changed_.notify_one();
-      completing_ += over.size();
+      const size_t completing = over.size();
+      completing_ += completing;
       lock.unlock();
       for (const auto& job : over) complete(*job);
+      // Tensors may belong to Python, whose lock is never waited for with that of the engine.
+      over.clear();
       lock.lock();
-      completing_ -= over.size();
+      completing_ -= completing;
       settled_.notify_all();
     }
   }
@@ -252,6 +256,7 @@ class Engine {
     Group& group = *job->group;
     if (job->peer >= 0) {
       group.transfers.remove(job);
+      if (const JobPtr next = next_transfer(group, *job)) turn(next);
     } else {
       group.queue.pop_front();
       if (!group.queue.empty()) turn(group.queue.front());
@@ -260,6 +265,12 @@ class Engine {
       abandoned_.push_back(job);
       give_up(lock, job->group, "ccl: " + job->what + " failed: " + job->error);
     }
+  }
+
+  static JobPtr next_transfer(const Group& group, const Job& job) {
+    const auto next = std::find_if(group.transfers.begin(), group.transfers.end(),
+                                   [&](const JobPtr& other) { return other->same_way(job); });
+    return next == group.transfers.end() ? nullptr : *next;
   }
 
   void turn(const JobPtr& job) {
@@ -295,15 +306,16 @@ class Engine {
     }
   }
 
-  // Returns why to wait no longer, or nothing.
+  // Returns why to wait no longer for what has its turn, or nothing.
   std::string hopeless(Group& group) {
-    std::vector<JobPtr> running(group.transfers.begin(), group.transfers.end());
-    if (!group.queue.empty()) running.push_back(group.queue.front());
+    std::vector<JobPtr> jobs(group.transfers.begin(), group.transfers.end());
+    if (!group.queue.empty()) jobs.push_back(group.queue.front());
     const auto now = Clock::now();
     const Job* slow = nullptr;
-    for (const auto& job : running) {
-      if (now - job->since >= job->timeout) return timed_out(job->timeout, job->what);
-      if (now - job->since > kLook) slow = job.get();
+    for (const auto& job : jobs) {
+      if (!job->since) continue;
+      if (now - *job->since >= job->timeout) return timed_out(job->timeout, job->what);
+      if (now - *job->since > kLook) slow = job.get();
     }
     if (!slow) {
       group.ended.reset();

@@ -35,14 +35,17 @@ struct Job {
   std::string what;
   milliseconds timeout;
   int peer = -1;  // the other rank of a send or receive, which are in no order with collectives
+  bool sends = false;
   std::function<void(std::vector<ccl::event>&, const ccl::communicator&)> start;
   std::function<void()> after;  // puts results where they belong, if they are not there already
 
-  Clock::time_point since;  // when it became its turn
+  std::optional<Clock::time_point> since;  // when it became its turn
   std::atomic<bool> given_up{false};
   // Of the leader alone.
   std::vector<ccl::event> events;
   std::string error;
+
+  bool same_way(const Job& other) const { return peer == other.peer && sends == other.sends; }
 };
 using JobPtr = std::shared_ptr<Job>;
 
@@ -57,7 +60,7 @@ struct Group {
 
   // Guarded by the mutex of the engine.
   std::deque<JobPtr> queue;  // collectives; the first one is running
-  std::list<JobPtr> transfers;
+  std::list<JobPtr> transfers;  // the first one to each rank, and from each, is running
   std::string broken;  // why it takes nothing any more
   bool closed = false;
   bool has_transferred = false;

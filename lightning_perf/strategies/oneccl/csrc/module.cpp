@@ -59,8 +59,13 @@ pybind11::bytes open_store() {
 
 // Address, rank and size of the communicators that can serve again.
 std::vector<std::tuple<pybind11::bytes, int, int>> idle() {
+  std::vector<GroupPtr> groups;
+  {
+    pybind11::gil_scoped_release released;
+    groups = Engine::get().idle();
+  }
   std::vector<std::tuple<pybind11::bytes, int, int>> found;
-  for (const auto& group : Engine::get().idle()) {
+  for (const auto& group : groups) {
     found.emplace_back(group->address, group->rank, group->size);
   }
   return found;
