@@ -66,9 +66,9 @@ def test_a_preset_for_other_hardware_is_saved_and_read_again(
 ) -> None:
     on(HOME[name])
     first = project.parsing("--preset", name, run=False)
-    first.parser.save(first.config, "saved.yaml")
+    first.parser.save(first.config, "saved.yaml", skip_none=False)  # as Lightning does
     again = project.parsing("--config", "saved.yaml", run=False)
-    again.parser.save(again.config, "again.yaml")
+    again.parser.save(again.config, "again.yaml", skip_none=False)
     assert again.config.trainer == first.config.trainer
     assert Path("again.yaml").read_text() == Path("saved.yaml").read_text()
 
