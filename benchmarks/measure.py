@@ -11,6 +11,7 @@ file.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from datetime import date
@@ -116,6 +117,7 @@ def write_table() -> None:
     rows = [
         results_row(Result.load(path), trained=path.stem.split("_")[1], link=path.name)
         for path in sorted(RESULTS.glob("*.json"))
+        if "launch_speedups" in json.loads(path.read_text(encoding="utf-8"))  # not another script's
     ]
     page.write_text(text + "\n".join([MARK, "", RESULTS_HEADER, *rows]) + "\n", encoding="utf-8")
 
