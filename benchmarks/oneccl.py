@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from math import log
 from pathlib import Path
 from statistics import median
@@ -99,12 +100,12 @@ class Turns:
             print("TURN " + json.dumps(seconds), flush=True)
 
 
-def time_all_reduces(turns: Turns, backend: str, size: int, dtype: torch.dtype) -> None:
-    """Time blocking all-reduces, in as many turns as there are."""
+def time_all_reduces(turns: Turns, backend: str, sizes: list[int], dtype: torch.dtype) -> None:
+    """Time blocking all-reduces of one size after the other, in as many turns as there are."""
     dist.init_process_group(backend, rank=turns.rank, world_size=RANKS)
-    tensor = torch.zeros(size // dtype.itemsize, dtype=dtype)
     count = torch.zeros(1, dtype=torch.int64)
-    while True:
+    for size in cycle(sizes):
+        tensor = torch.zeros(size // dtype.itemsize, dtype=dtype)
         turns.wait()
         dist.all_reduce(tensor)
         start = time.perf_counter()
@@ -167,7 +168,8 @@ def work(case: dict[str, Any]) -> None:
     if "model" in case:
         time_steps(turns, case["backend"], case["model"], case["steps"])
     else:
-        time_all_reduces(turns, case["backend"], SIZES[case["size"]], TYPES[case["type"]])
+        sizes = [SIZES[size] for size in case["sizes"]]
+        time_all_reduces(turns, case["backend"], sizes, TYPES[case["type"]])
 
 
 class Pair:
@@ -236,35 +238,45 @@ def pairs(case: dict[str, Any]) -> Iterator[dict[str, Pair]]:
         }
 
 
-def launch(case: dict[str, Any], turns: int, generator: random.Random) -> dict[str, list[float]]:
-    """Return the median of each turn, for each backend."""
-    found: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+def launch(
+    case: dict[str, Any], turns: int, generator: random.Random
+) -> list[dict[str, list[float]]]:
+    """Return the median of each turn, for each size and each backend."""
+    found: list[dict[str, list[float]]] = [
+        {backend: [] for backend in BACKENDS} for _ in case.get("sizes", [None])
+    ]
     with pairs(case) as started:
-        for backend in BACKENDS:
-            started[backend].turn()  # the first turn is for connections and caches
+        for _ in found:
+            for backend in BACKENDS:
+                started[backend].turn()  # the first turn is for connections and caches
         for _ in range(turns):
-            for backend in generator.sample(BACKENDS, len(BACKENDS)):
-                found[backend].append(median(started[backend].turn()))
+            for times in found:
+                for backend in generator.sample(BACKENDS, len(BACKENDS)):
+                    times[backend].append(median(started[backend].turn()))
     return found
 
 
-def measure(case: dict[str, Any], launches: int, turns: int) -> dict[str, Any]:
-    """Return the speed-up of ccl over gloo, with its interval over launches."""
+def measure(case: dict[str, Any], launches: int, turns: int) -> list[dict[str, Any]]:
+    """Return the speed-up of ccl over gloo, with its interval over launches, for each size."""
     generator = random.Random(0)
-    logs, found = [], []
-    for _ in range(launches):
-        times = launch(case, turns, generator)
-        found.append(times)
-        pairs_ = zip(times["gloo"], times["ccl"], strict=True)
-        logs.append(median(log(gloo / ccl) for gloo, ccl in pairs_))
-    speedup, bounds = interval(logs)
-    return {**case, "speedup": speedup, "interval": bounds, "launches": launches, "turns": found}
+    found = [launch(case, turns, generator) for _ in range(launches)]
+    rows = []
+    for name, parts in zip(case.get("sizes", [None]), zip(*found, strict=True), strict=True):
+        logs = [
+            median(log(gloo / ccl) for gloo, ccl in zip(part["gloo"], part["ccl"], strict=True))
+            for part in parts
+        ]
+        speedup, bounds = interval(logs)
+        what = {"model": case["model"]} if name is None else {"size": name, "type": case["type"]}
+        result = {"speedup": speedup, "interval": bounds, "launches": launches}
+        rows.append({**what, **result, "turns": list(parts)})
+    return rows
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for name in arguments.types:
-        for size in arguments.sizes:
-            yield {"size": size, "type": name}
+    if arguments.sizes:
+        for name in arguments.types:
+            yield {"sizes": arguments.sizes, "type": name}
     for model in arguments.models:
         yield {"model": model, "steps": arguments.steps}
 
@@ -302,8 +314,9 @@ def main() -> None:
     rows = []
     print("| what | speed-up of ccl over gloo | launches |\n| --- | --- | --- |")
     for case in cases(arguments):
-        rows.append(measure(case, arguments.launches, arguments.turns))
-        print(line(rows[-1]), flush=True)
+        for row in measure(case, arguments.launches, arguments.turns):
+            rows.append(row)
+            print(line(row), flush=True)
     if arguments.results:
         result_file.write(
             arguments.results,

@@ -16,6 +16,14 @@ MARK = "LIGHTNING_PERF_TEST_RANKS"
 # of another's.
 _WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
 
+# Lightning leaves gloo's process group to the end of Python, which aborts the process now and then:
+# a thread of gloo that lets go of a Python object by then is ended in a place where it must not be.
+_END_OF_GROUP = """
+import torch.distributed
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 SLURM = {
@@ -47,7 +55,7 @@ def run_ranks(
     rank that hangs would hold a pipe open.
     """
     path, output, tests = folder / "script.py", folder / "output.txt", Path(__file__).parent
-    path.write_text(_WHOLE_LINES + script)
+    path.write_text(_WHOLE_LINES + script + _END_OF_GROUP)
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {
         # The package that lies beside the tests, wherever another one may be installed.

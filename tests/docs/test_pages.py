@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -160,15 +160,23 @@ def test_yaml_with_a_mistake_is_not_understood(understand: Understand) -> None:
         understand("trainer:\n  max_epoch: 3\n")
 
 
+@pytest.fixture(scope="module")
+def forked_scripts() -> Iterator[subprocess.Popen[str]]:
+    """A process that runs scripts in forks of itself, each of which need not import torch anew."""
+    command = [sys.executable, str(Path(__file__).with_name("forked_scripts.py"))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+
+
 @pytest.mark.slow
 @with_blocks("python")
-def test_python_runs(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
+def test_python_runs(page: Path, tmp_path: Path, forked_scripts: subprocess.Popen[str]) -> None:
+    script, output = tmp_path / "page.py", tmp_path / "output.txt"
     script.write_text("\n".join(blocks(page, "python")), "utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    print(script, output, sep="\t", file=forked_scripts.stdin, flush=True)
+    assert int(forked_scripts.stdout.readline()) == 0, output.read_text("utf-8")
 
 
 @pytest.mark.parametrize(

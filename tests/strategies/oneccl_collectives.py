@@ -213,19 +213,21 @@ def check_async() -> None:
 
 
 def check_transfers() -> None:
-    """Sends and receives, in no order with collectives, large ones both ways at once."""
+    """Sends and receives in their order, in none with collectives, large ones both ways at once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
-    got = [torch.empty(2_000_000) for _ in range(2)]
+    sizes = (2_000_000, 2_000_000, 3, 1_000_000)
+    got = [torch.empty(size) for size in sizes]
     # A receive that waits, with a collective after it that must not.
     works = [dist.irecv(tensor, left) for tensor in got[:1]]
     dist.barrier()
-    works += [dist.isend(torch.full((2_000_000,), rank + 10.0 * n), right) for n in range(2)]
+    sent = [torch.full((size,), rank + 10.0 * n) for n, size in enumerate(sizes)]
+    works += [dist.isend(tensor, right) for tensor in sent]
     works += [dist.irecv(tensor, left) for tensor in got[1:]]
     for work in works:
         work.wait()
     for n, tensor in enumerate(got):
-        same(tensor, torch.full((2_000_000,), left + 10.0 * n), "transfer", n)
+        same(tensor, torch.full_like(tensor, left + 10.0 * n), "transfer", n)
     pair = [torch.full((3,), rank), torch.empty(3, dtype=torch.int64)]
     ops = [dist.P2POp(dist.isend, pair[0], right), dist.P2POp(dist.irecv, pair[1], left)]
     for work in dist.batch_isend_irecv(ops):
