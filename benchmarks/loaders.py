@@ -44,9 +44,7 @@ AUGMENT = v2.Compose(
 
 def tiles(size: int) -> list[Tensor]:
     """Return square parts of real photographs, as bytes of 3 x size x size."""
-    photographs = [
-        torch.from_numpy(image).permute(2, 0, 1) for image in load_sample_images().images
-    ]
+    photographs = [torch.tensor(image).permute(2, 0, 1) for image in load_sample_images().images]
     chance = random.Random(0)
     parts = []
     for number in range(PHOTOGRAPHS):

@@ -35,10 +35,9 @@ class CPUDDPStrategy(PerfDDPStrategy):
     of a run, whatever ``OMP_NUM_THREADS`` it inherits, and its gradients travel over oneCCL where
     that is installed. Cores that affinity or the control group forbid are never used.
 
-    It brings most for models that wait for memory, such as large embeddings, and for many small
-    operations; not on a machine with one NUMA node and large matrix products, where one process
-    with all threads is as fast. Each rank takes a batch of its own, so the batch that a step sees
-    grows with their number.
+    It is for machines with several NUMA nodes, and within one for many small operations on few
+    weights; elsewhere one process with all threads is faster. Each rank takes a batch of its own,
+    so the batch that a step sees grows with their number.
 
     Args:
         process_group_backend: ``"ccl"``, ``"gloo"``, or ``None`` for ``"ccl"`` on a single machine
