@@ -41,6 +41,7 @@ from variable_length_batches import (
     WAYS,
     Texts,
     available,
+    collate_of,
     corpus,
     plan_row,
 )
@@ -151,7 +152,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     loader = DataLoader(
         data,
         batch_sampler=Planned(arguments.work, data, arguments.rank_count),
-        collate_fn=pad_collate(None, value=NO_WORD),
+        collate_fn=collate_of(arguments.work, data),
     )
     clock = Clock(data)
     trainer = Trainer(

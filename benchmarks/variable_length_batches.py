@@ -23,6 +23,7 @@ from lightning_perf.data import (
     LengthBucketBatchSampler,
     MemmapTokens,
     TokenBudgetBatchSampler,
+    pad_collate,
 )
 
 LONGEST = 1024  # words; longer texts are cut there
@@ -31,6 +32,7 @@ NO_WORD = 0
 HELD_OUT = 100
 VOCABULARY = 2000  # the rarer words are one
 NAIVE = "naive"
+FEW_LENGTHS = "token budget, 8 lengths"  # so that a compiled model or a graph sees few shapes
 
 Batches = list[list[int]]
 
@@ -82,6 +84,13 @@ class Texts(Dataset[Tensor]):
         return self.data[index]
 
 
+def collate_of(way: str, data: Texts) -> pad_collate:
+    """Return what pads the batches of a way: to their longest text, or to one of few lengths."""
+    longest = data.lengths.max()
+    edges = np.geomspace(longest / 64, longest, 8).round().astype(int).tolist()
+    return pad_collate(edges if way == FEW_LENGTHS else None, value=NO_WORD)
+
+
 # Each way takes data, rank, number of ranks and epoch, and gives the batches of that rank.
 
 
@@ -99,6 +108,13 @@ def bucketed(data: Texts, rank: int, ranks: int, epoch: int) -> Batches:
 
 def token_budget(data: Texts, rank: int, ranks: int, epoch: int) -> Batches:
     sampler = TokenBudgetBatchSampler(data.lengths, data.budget, num_replicas=ranks, rank=rank)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def token_budget_few_lengths(data: Texts, rank: int, ranks: int, epoch: int) -> Batches:
+    lengths = collate_of(FEW_LENGTHS, data).padded(data.lengths)
+    sampler = TokenBudgetBatchSampler(lengths, data.budget, num_replicas=ranks, rank=rank)
     sampler.set_epoch(epoch)
     return list(sampler)
 
@@ -138,13 +154,15 @@ def lhotse_buckets(data: Texts, rank: int, ranks: int, epoch: int) -> Batches:
             rank=rank,
         )
     sampler.set_epoch(epoch)
-    return [[int(cut.id) for cut in batch] for batch in sampler]
+    # It repeats some so that ranks have as many, and says so in their names.
+    return [[int(cut.id.partition("_")[0]) for cut in batch] for batch in sampler]
 
 
 WAYS: dict[str, Callable[[Texts, int, int, int], Batches]] = {
     NAIVE: naive,
     "length buckets": bucketed,
     "token budget": token_budget,
+    FEW_LENGTHS: token_budget_few_lengths,
     "transformers, grouped by length": transformers_groups,
     "lhotse, dynamic buckets": lhotse_buckets,
 }
@@ -163,18 +181,18 @@ def plan_row(way: str, data: Texts, ranks: int, epochs: int) -> dict[str, Any]:
     """Return padding, balance and remainder of a way, over some epochs, without training."""
     padded = true = slowest = mean = steps = 0.0
     left_out = repeated = 0
+    longest = {length: int(collate_of(way, data).padded(length)) for length in set(data.lengths)}
+
+    def computed(batch: list[int]) -> int:
+        return len(batch) * longest[data.lengths[batch].max()]
+
     for epoch in range(epochs):
         by_rank = [WAYS[way](data, rank, ranks, epoch) for rank in range(ranks)]
         tokens = np.array(
-            [
-                [len(batch) * data.lengths[batch].max() for batch in step]
-                for step in zip(*by_rank, strict=False)
-            ]
+            [[computed(batch) for batch in step] for step in zip(*by_rank, strict=False)]
         )
         true += sum(data.lengths[batch].sum() for batches in by_rank for batch in batches)
-        padded += sum(
-            len(batch) * data.lengths[batch].max() for batches in by_rank for batch in batches
-        )
+        padded += sum(computed(batch) for batches in by_rank for batch in batches)
         slowest, mean = slowest + tokens.max(1).sum(), mean + tokens.mean(1).sum()
         steps += len(tokens)
         times = Counter(item for batches in by_rank for batch in batches for item in batch)

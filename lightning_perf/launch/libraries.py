@@ -83,15 +83,17 @@ class Choice:
     measured: str | None = None
 
 
-# Nothing here is a claim of speed until `measured` names a result of this project; until then
-# `auto` is what is installed anyway.
+# `auto` is what is installed anyway, unless a result of this project shows that another is faster.
 AUTO_ALLOCATOR = Choice(
     "glibc",
-    "glibc with thresholds that keep freed tensors; whether jemalloc or tcmalloc is faster is "
-    "unmeasured.",
+    "glibc with thresholds that keep freed tensors; whether jemalloc is faster than that was not "
+    "decided.",
+    "docs/results/2026-11-30_convnet_allocator-glibc_amx_bf16.json",
 )
 AUTO_OPENMP = Choice(
-    "gnu", "the OpenMP runtime that PyTorch brings; a gain by Intel's is unmeasured."
+    "gnu",
+    "the OpenMP runtime that PyTorch brings; no gain by Intel's was found.",
+    "docs/results/2026-11-30_convnet_openmp-intel_amx_bf16.json",
 )
 
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "tbbmalloc", "snmalloc", "hoard")

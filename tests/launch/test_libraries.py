@@ -1,5 +1,7 @@
 """Libraries to preload: where they are, and which they are."""
 
+from pathlib import Path
+
 import pytest
 
 from lightning_perf.launch.libraries import (
@@ -61,11 +63,11 @@ def test_the_preferred_file_in_the_first_folder_is_found() -> None:
     assert find_libraries([], files.__contains__) == {}
 
 
-def test_auto_is_what_is_installed_anyway_until_a_result_says_otherwise() -> None:
+def test_auto_is_what_is_installed_anyway_and_says_what_was_measured() -> None:
     for choice in (AUTO_ALLOCATOR, AUTO_OPENMP):
         assert (choice.measured is None) == ("unmeasured" in choice.reason)
-        if choice.measured is None:
-            assert choice.use not in LIBRARIES
+        assert choice.measured is None or (Path(__file__).parents[2] / choice.measured).is_file()
+        assert choice.use not in LIBRARIES
 
 
 def test_jemalloc_never_comes_without_its_configuration() -> None:
