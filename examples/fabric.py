@@ -26,6 +26,7 @@ from lightning_perf.callbacks.cudnn_benchmark import cudnn_benchmark
 from lightning_perf.callbacks.disable_debug_apis import debug_aids_off
 from lightning_perf.callbacks.fused_optimizer import fused
 from lightning_perf.callbacks.garbage_collection import garbage_collection
+from lightning_perf.callbacks.loader_settings import loader_settings
 from lightning_perf.callbacks.matmul_precision import matmul_precision
 from lightning_perf.callbacks.threads import threads
 from lightning_perf.presets import trainer_kwargs
@@ -86,7 +87,10 @@ def main() -> None:
             regions = items.enter_context(compiled(net, backend=args.compile))
             fabric.print(f"compiled: {', '.join(filter(None, regions)) or 'the whole network'}")
 
-        train, val = fabric.setup_dataloaders(*digits(args.batch_size))
+        loaders = digits(args.batch_size)
+        for loader in loaders:
+            items.enter_context(loader_settings(loader, None, pin_memory=True))
+        train, val = fabric.setup_dataloaders(*loaders)
         start = time.perf_counter()
         for epoch in range(args.epochs):
             model.train()
