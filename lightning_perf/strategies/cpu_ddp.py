@@ -36,8 +36,8 @@ class CPUDDPStrategy(PerfDDPStrategy):
     that is installed. Cores that affinity or the control group forbid are never used.
 
     It is for machines with several NUMA nodes, and within one for many small operations on few
-    weights; elsewhere one process with all threads is faster. Each rank takes a batch of its own,
-    so the batch that a step sees grows with their number.
+    weights; elsewhere no gain over one process with all threads was found. Each rank takes a batch
+    of its own, so the batch that a step sees grows with their number.
 
     Args:
         process_group_backend: ``"ccl"``, ``"gloo"``, or ``None`` for ``"ccl"`` on a single machine

@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-# What scripts of the documentation import.
+# What scripts of the documentation import; here only for their sake.
 import lightning.pytorch.demos.boring_classes  # noqa: F401
 import torchvision  # noqa: F401
 
