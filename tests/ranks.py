@@ -16,12 +16,13 @@ MARK = "LIGHTNING_PERF_TEST_RANKS"
 # of another's.
 _WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
 
-# Lightning leaves gloo's process group to the end of Python, which aborts the process now and then:
-# a thread of gloo that lets go of a Python object by then is ended in a place where it must not be.
+# Lightning leaves gloo's process group to the end of Python, which aborts the process now and then.
 _END_OF_GROUP = """
 import torch.distributed
+from lightning_perf._gloo_threads import settle
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
+    settle()
 """
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_perf import _compat
 from lightning_perf._attributes import instance_attribute
+from lightning_perf._gloo_threads import settle_at_exit
 from lightning_perf.callbacks._graph.engine import Engine
 
 
@@ -52,6 +53,7 @@ def ranks_together() -> Iterator[Ranks]:
         yield Ranks()
         return
     group = dist.new_group(backend="gloo")
+    settle_at_exit()
     try:
         yield Ranks(group)
     finally:

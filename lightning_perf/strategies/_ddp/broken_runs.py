@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerState, TrainerStatus
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_perf._gloo_threads import settle_at_exit
 from lightning_perf.strategies._ddp.unused import name_indices
 
 T = TypeVar("T")
@@ -28,6 +29,11 @@ class EndsAlone(DDPStrategy):
     """
 
     _state: TrainerState | None = None
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and end without an abort when the time comes."""
+        super().setup_environment()
+        settle_at_exit()
 
     def setup(self, trainer: Trainer) -> None:
         """Remember where to look whether the run broke off."""

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.data import DataLoader
 
 from lightning_perf import _compat
+from lightning_perf._gloo_threads import settle_at_exit
 from lightning_perf.strategies._pipeline.exchange import share
 
 StartMethod = Literal["popen", "spawn"]
@@ -66,6 +67,7 @@ class SameBatchesStrategy(ParallelStrategy):
             environment.set_world_size(self.num_nodes * self.num_processes)
         timeout = timedelta(seconds=self.timeout)
         _compat.join_process_group(self, self.process_group_backend, timeout)
+        settle_at_exit()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let loader workers draw the same random numbers in all processes."""
