@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             "without it."
         )
     # Not before: they are for Linux only.
+    from lightning_perf.launch.libraries import AUTO_ALLOCATOR, AUTO_OPENMP
     from lightning_perf.launch.machine import look_around
     from lightning_perf.launch.plan import make_plan
     from lightning_perf.launch.run import CannotStartError, as_shell, require_program, start
@@ -78,17 +79,15 @@ def run(arguments: argparse.Namespace) -> int:
     except CannotStartError as error:
         print(f"lightning-perf: error: {error}", file=sys.stderr)
         return error.status
-    preset, options = _options(arguments.preset)
-    plan = make_plan(
-        look_around(os.environ, path),
-        options.overridden(asked),
-        command,
-        os.environ,
-        preset,
-    )
+    preset, half = _options(arguments.preset)
+    options = half.overridden(asked)
+    plan = make_plan(look_around(os.environ, path), options, command, os.environ, preset)
     for note in plan.notes:
         print(f"lightning-perf: {note}", file=sys.stderr)
     if arguments.dry_run:
+        for name, choice in (("allocator", AUTO_ALLOCATOR), ("openmp", AUTO_OPENMP)):
+            if getattr(options, name) == "auto":
+                print(f"# {name} auto is {choice.use}: {choice.reason} {choice.measured}")
         print(as_shell(plan), end="")
         return 0
     return start(plan)

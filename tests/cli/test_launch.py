@@ -166,6 +166,15 @@ def test_the_dry_run_can_be_run_by_a_shell() -> None:
     assert cpus == really_cpus
 
 
+def test_the_dry_run_says_why_auto_is_what_it_is() -> None:
+    program = ("--", sys.executable, "-c", "")
+    for allocator, comments in (("auto", 2), ("none", 1)):
+        printed = launched("--dry-run", "--allocator", allocator, *program).stdout
+        said = [line for line in printed.splitlines() if line.startswith("#")]
+        assert len(said) == comments
+        assert all(" auto is " in line and "docs/results/" in line for line in said)
+
+
 MALLOC = """
 import ctypes
 libc = ctypes.CDLL("libc.so.6")
