@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -609,6 +611,7 @@ def test_threads_make_room_for_the_workers_that_are_set(first: bool, monkeypatch
         return 1
 
     monkeypatch.setattr(threads, "intra_op_threads", intra_op_threads)
+    monkeypatch.setattr(threads, "detect", partial(replace, detect(), cores=2, quota=None))
     monkeypatch.setattr(Threads, "_range", lambda *_: (2, 1))
     items: list[Callback] = [Threads(), LoaderSettings(1)]
     monkeypatch.setattr(threads, "decided_elsewhere", lambda *_: None)
