@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ TASKS = ("convnet", "resnet50", "encoder")
 # its own; this one changes nothing.
 GLIBC = Variant("glibc", env={"MALLOC_PERTURB_": "0"})
 DECIDED = ("OMP_", "KMP_", "GOMP_", "MALLOC_", "LD_PRELOAD", "GLIBC_", "THP_")
-SHOW = "import json, os; print('ENVIRON ' + json.dumps(dict(os.environ)))"
+SHOW = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 
 
 def launched(name: str, options: Options | None = None, **asked: Any) -> Variant:
@@ -43,23 +43,22 @@ def run_cpu() -> Variant:
     environ = {name: v for name, v in os.environ.items() if not name.startswith(DECIDED)}
     environ["VIRTUAL_ENV"] = sys.prefix  # where it looks for libraries
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "show.py"
+        script, shown = Path(folder) / "show.py", Path(folder) / "environ.json"
         script.write_text(SHOW)
         command = [sys.executable, "-m", "torch.backends.xeon.run_cpu", "--ninstances", "1"]
-        done = subprocess.run(
-            [*command, str(script)],
+        subprocess.run(
+            [*command, str(script), str(shown)],
             env=environ,
             capture_output=True,
-            text=True,
             timeout=120,
             check=True,
         )
-    shown = (done.stdout + done.stderr).partition("ENVIRON ")[2].splitlines()[0]
-    theirs = {n: v for n, v in json.loads(shown).items() if n.startswith(DECIDED)}
+        found = json.loads(shown.read_text())
+    theirs = {n: v for n, v in found.items() if n.startswith(DECIDED)}
     return Variant("run_cpu", env={**GLIBC.env, **theirs})
 
 
-def comparisons() -> Iterator[tuple[str, Variant, Variant]]:
+def comparisons() -> Iterator[tuple[str, Variant | Callable[[], Variant], Variant]]:
     """Yield task, baseline and variant of everything the launcher decides on a CPU."""
     cores = len(look_around({}).topology.cores)
     twice = Variant("twice-the-threads", env={"OMP_NUM_THREADS": str(2 * cores)})
@@ -71,4 +70,4 @@ def comparisons() -> Iterator[tuple[str, Variant, Variant]]:
         yield task, twice, launched("threads", threads="auto")
         bound = launched("bind-threads", threads="auto", bind_threads=True)
         yield task, launched("threads", threads="auto"), bound
-        yield task, run_cpu(), launched("launch", launch_half("cpu"))
+        yield task, run_cpu, launched("launch", launch_half("cpu"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,14 @@ def hand_written(**options: bool) -> Variant:
     return Variant("hand_written", trainer={"callbacks": [entry]})
 
 
-def comparisons() -> Iterator[tuple[str, str | Variant, str | Variant]]:
-    """Yield task, baseline and variant of everything there is to measure on this machine."""
+Baseline = str | Variant | Callable[[], Variant]
+
+
+def comparisons() -> Iterator[tuple[str, Baseline, str | Variant]]:
+    """Yield task, baseline and variant of everything there is to measure on this machine.
+
+    A function returns the baseline, where that takes long to find.
+    """
     hardware = detect()
     preset = presets.resolve("auto", hardware)
     bf16 = preset == "cpu_bf16"
@@ -142,7 +148,7 @@ def main() -> None:
         learns = name_of(b) != "hand_written"  # it has no Lightning step whose loss can be read
         result = compare(
             f"{TASKS_FILE}:{task}",
-            a,
+            a() if callable(a) else a,
             b,
             budget_s=arguments.budget,
             learning_steps=arguments.learning_steps if learns else 0,
