@@ -16,6 +16,8 @@ from pathlib import Path
 
 _THREADS = Path("/proc/self/task")
 _STEP_S = 0.01
+LIMIT_S = 1.0
+"""How long a process waits at most."""
 
 
 def settle_at_exit() -> None:
@@ -24,15 +26,11 @@ def settle_at_exit() -> None:
     atexit.register(settle)
 
 
-def settle(limit_s: float = 1.0) -> None:
-    """Wait, without Python's lock, until no other thread of this process computes.
-
-    Args:
-        limit_s: Seconds after which it waits no longer.
-    """
+def settle() -> None:
+    """Wait, without Python's lock, until no other thread of this process computes."""
     if not _THREADS.is_dir():  # not Linux
         return
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + LIMIT_S
     idle = 0
     while idle < 2 and time.monotonic() < end:
         time.sleep(_STEP_S)

@@ -17,6 +17,7 @@ MARK = "LIGHTNING_PERF_TEST_RANKS"
 _WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
 
 # Lightning leaves gloo's process group to the end of Python, which aborts the process now and then.
+# So collectives that a failure left in flight end here, and threads let go of their tensors.
 _END_OF_GROUP = """
 import torch.distributed
 from lightning_perf._gloo_threads import settle

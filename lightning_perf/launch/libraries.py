@@ -86,8 +86,8 @@ class Choice:
 # `auto` is what is installed anyway, unless a result of this project shows that another is faster.
 AUTO_ALLOCATOR = Choice(
     "glibc",
-    "told to keep freed tensors, which needs no installation; 1.23x as fast as glibc untold on a "
-    "small conv net. Others were measured against glibc untold only.",
+    "told to keep freed tensors, which needs no installation; 1.23x as fast as glibc as it is "
+    "on a small conv net. Others were compared with glibc as it is only.",
     "docs/results/2026-11-30_convnet_allocator-glibc_amx_bf16.json",
 )
 AUTO_OPENMP = Choice(
